@@ -59,49 +59,43 @@ def check(
     cancelled: Callable[[], bool] = process.never,
     within: Path | None = None,
 ) -> list[Outcome]:
-    """Runs every check of the lab on an answer; the answer is somebody's code, and runs beside us.
+    """Runs every check of the lab on an answer, which is somebody's code, in a process of its own within `LIMITS`.
 
-    It runs in an empty folder of mode 0700 that is removed afterwards (`within` one of the caller's, else a temporary
-    one), and within `LIMITS`.
-    """
-    with tempfile.TemporaryDirectory(prefix="pellucid-lab-", dir=within, ignore_cleanup_errors=True) as scratch:
-        return checked(lab, answer, Path(scratch), timeout, cancelled)
-
-
-def checked(lab: Lab, answer: Path, scratch: Path, timeout: float, cancelled: Callable[[], bool]) -> list[Outcome]:
-    """Where the process ends or takes too long, the checks that are left say so.
-
-    What else is told than one outcome for each check, in their order, the answer wrote; then no outcome is believed.
+    The process starts in an empty folder of mode 0700 (`within` one of the caller's, else a temporary one) that is
+    removed afterwards. Where it ends or takes too long, the checks that are left say so. Anything other than one
+    outcome for each check, in their order, was sent by the answer; then no outcome is believed.
     """
     refuse(answer)
     names: list[str] = []
     found: list[Outcome] = []
-    words = [lab.code, str(answer.absolute()), str(scratch)]
-    own = {"TMPDIR": str(scratch), "CUDA_VISIBLE_DEVICES": ""}  # a GPU's address space is larger than any limit
-    follow = process.follow(__name__, words, environment=own, timeout=timeout, cancelled=cancelled)
-    try:
-        with contextlib.closing(follow):
-            names = next(follow, {}).get("names", [])  # sent before the answer is opened
-            for told in follow:
-                found.append(_outcome(told, names[len(found) :]))
-        why = "the answer ended its process"
-    except TimeoutError:
-        why = f"the answer did not end within {timeout:g} s"
-    except process.ForeignOutput:
-        found, why = [], "the answer wrote where the checks tell their outcomes"
-    except process.ProcessEnded as error:
-        if not names:
-            raise
-        why = f"the answer ended its process: {error}"
+    with tempfile.TemporaryDirectory(prefix="pellucid-lab-", dir=within, ignore_cleanup_errors=True) as scratch:
+        words = [lab.code, str(answer.absolute()), scratch]
+        own = {"TMPDIR": scratch, "CUDA_VISIBLE_DEVICES": ""}  # a GPU's address space is larger than any limit
+        results = process.follow(__name__, words, environment=own, timeout=timeout, cancelled=cancelled)
+        try:
+            with contextlib.closing(results):
+                names = next(results, {}).get("names", [])  # sent before the answer is opened
+                for result in results:
+                    found.append(_outcome(result, names[len(found) :]))
+            why = "the answer ended its process"
+        except TimeoutError:
+            why = f"the answer did not end within {timeout:g} s"
+        except process.ForeignOutput:
+            found, why = [], "the answer wrote where the checks report their outcomes"
+        except process.ProcessEnded as error:
+            if not names:
+                raise
+            why = f"the answer ended its process: {error}"
     left = names[len(found) :] if names else ["the answer begins"]
     return found + [Outcome(name, "error", why) for name in left]
 
 
-def _outcome(told: dict[str, Any], left: list[str]) -> Outcome:
-    texts = all(isinstance(one, str) for one in told.values())
-    if not texts or set(told) != _KEYS or told["name"] not in left[:1] or told["verdict"] not in get_args(Verdict):
+def _outcome(result: dict[str, Any], left: list[str]) -> Outcome:
+    texts = all(isinstance(one, str) for one in result.values())
+    known = texts and set(result) == _KEYS and result["verdict"] in get_args(Verdict)
+    if not known or result["name"] not in left[:1]:
         raise process.ForeignOutput("it sent something that is not an outcome of the next check")
-    return Outcome(**told)
+    return Outcome(**result)
 
 
 def refuse(answer: Path) -> None:

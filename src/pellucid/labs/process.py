@@ -206,23 +206,20 @@ def run_page(
 
     Its temporary files are in a folder of mode 0700 (`within` one of the caller's) that is removed afterwards.
     """
-    with tempfile.TemporaryDirectory(prefix="pellucid-lab-", dir=within, ignore_cleanup_errors=True) as scratch:
-        yield from _run(page, {"MPLBACKEND": "agg", SMOKE: "1" if smoke else "", "TMPDIR": scratch}, cancelled)
-
-
-def _run(page: Path, environment: dict[str, str], cancelled: Callable[[], bool]) -> Iterator[BlockResult]:
     blocks = script.read(page)
     done, why = 0, "the lab ended its process"
-    try:
-        with contextlib.closing(follow(__name__, [str(page)], environment=environment, cancelled=cancelled)) as results:
-            for told in results:
-                done += 1
-                figures = tuple(map(base64.b64decode, told.pop("figures")))
-                yield BlockResult(**told, figures=figures)
-                if told["error"] is not None:
-                    return
-    except ProcessEnded as error:  # the interpreter itself went down, or could not begin
-        why += f": {error}"
+    with tempfile.TemporaryDirectory(prefix="pellucid-lab-", dir=within, ignore_cleanup_errors=True) as scratch:
+        own = {"MPLBACKEND": "agg", SMOKE: "1" if smoke else "", "TMPDIR": scratch}
+        try:
+            with contextlib.closing(follow(__name__, [str(page)], environment=own, cancelled=cancelled)) as results:
+                for result in results:
+                    done += 1
+                    figures = tuple(map(base64.b64decode, result.pop("figures")))
+                    yield BlockResult(**result, figures=figures)
+                    if result["error"] is not None:
+                        return
+        except ProcessEnded as error:  # the interpreter itself went down, or could not begin
+            why += f": {error}"
     if done < len(blocks):
         block = blocks[done]
         yield BlockResult(done + 1, len(blocks), block.text, block.code, "", (), 0.0, why)

@@ -19,7 +19,7 @@ from pellucid.pipeline.prepare import make_plan
 from pellucid.pipeline.recipe import write_png
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.sheet import AXES, Axis, axes_of, cell_fields, cells, draw_sheet, shared_settings
-from pellucid.studio import comparison, form, html, visitors
+from pellucid.studio import comparison, form, html
 from pellucid.studio.comparison import SIDES, ComparisonNews, ComparisonResult
 from pellucid.studio.form import Form, Shelf
 from pellucid.studio.generate_tab import READY, Preview, RunResult, StepNews, guard
@@ -129,13 +129,6 @@ def run(pipe: Pipeline, sheet: SheetPlan, session: Session, job: Job) -> SheetRe
     return SheetResult(drawn, file, tuple(dict.fromkeys(notes)), time.perf_counter() - began)
 
 
-def _follow(pipe: Pipeline, sheet: SheetPlan, session: Session, tab: str) -> Iterator[SheetNews | SheetResult]:
-    """The sheet as it fills, and then the whole."""
-    job = session.begin(tab, lambda job: run(pipe, sheet, session, job))
-    yield from visitors.follow(job)
-    yield job.result
-
-
 # --- The tab --------------------------------------------------------------------------------------------------------
 
 _TAB, _SHEET = "compare", "sheet"
@@ -227,7 +220,7 @@ class CompareTab:
         pipe = self.shelf.pipe(model)
         preview = Preview(pipe)
         yield gr.skip(), status("starting …"), *rest
-        for news in comparison.follow(pipe, setups, session, _TAB):
+        for news in session.follow(_TAB, lambda job: comparison.run(pipe, setups, session, job)):
             if isinstance(news, ComparisonNews):
                 yield _so_far(news, preview), status(news.words, news.part), *rest
             else:
@@ -243,7 +236,7 @@ class CompareTab:
         pipe = self.shelf.pipe(model)
         yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False)
         drawn = -1
-        for news in _follow(pipe, sheet, session, _SHEET):
+        for news in session.follow(_SHEET, lambda job: run(pipe, sheet, session, job)):
             if isinstance(news, SheetNews):
                 fresh, drawn = len(news.images) != drawn, len(news.images)
                 image = comparison.sheet(news.draw(), "the sheet so far") if fresh else gr.skip()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from PIL import Image
 
-from pellucid.core.errors import Cancelled
 from pellucid.core.plan import Difference, Plan
 from pellucid.core.wording import counted, short
 from pellucid.evidence import plan_diff
@@ -24,7 +23,7 @@ from pellucid.evidence.trace.previews import Preview
 from pellucid.evidence.trace.reading import Trace
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import make_plan
-from pellucid.studio import generate_tab, html, visitors
+from pellucid.studio import generate_tab, html
 from pellucid.studio.form import Form
 from pellucid.studio.generate_tab import RunResult, StepNews
 from pellucid.studio.visitors import Job, Session
@@ -107,26 +106,12 @@ def run(pipe: Pipeline, setups: Sequence[Form], session: Session, job: Job) -> C
         made.append(generate_tab.run(pipe, setup, session, half))
         half.tell(made[-1])
     a, b = (reading.read(one.trace) for one in made)
-
-    def seen() -> None:
-        if job.cancelled():
-            raise Cancelled
-
-    seen()
+    job.check()
     found = diff.compare(a, b)
     strips = _aligned(a, b, found, pipe.components.vae)
     mine, theirs = (trace.header.plans[0] for trace in (a, b))
-    plans = plan_diff.compare(mine, theirs, seen, effects=max(mine.nfe, theirs.nfe) <= _MOST_CALLS)
+    plans = plan_diff.compare(mine, theirs, job.check, effects=max(mine.nfe, theirs.nfe) <= _MOST_CALLS)
     return ComparisonResult((made[0], made[1]), found, strips, plans, theirs, (len(a.steps), len(b.steps)))
-
-
-def follow(
-    pipe: Pipeline, setups: Sequence[Form], session: Session, tab: str
-) -> Iterator[ComparisonNews | ComparisonResult]:
-    """How far both are, as they come, and then what was found."""
-    job = session.begin(tab, lambda job: run(pipe, setups, session, job))
-    yield from visitors.follow(job)
-    yield job.result
 
 
 # --- both in images -------------------------------------------------------------------------------------------

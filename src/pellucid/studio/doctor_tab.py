@@ -10,7 +10,7 @@ from typing import Any
 
 import gradio as gr
 
-from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import parse_object, read_text
 from pellucid.core.wording import counted
 from pellucid.evidence.doctor import checks as doctor
@@ -142,8 +142,7 @@ def examined(patient: DoctorForm, folder: Path, job: Job) -> Report:
     def tick() -> None:
         nonlocal done
         done += 1
-        if job.cancelled():
-            raise Cancelled
+        job.check()
         upcoming = f": {found[done].name} …" if done < len(found) else ""
         job.tell((f"{done} of {len(found)} checks{upcoming}", done / len(found)))
 
@@ -152,14 +151,9 @@ def examined(patient: DoctorForm, folder: Path, job: Job) -> Report:
 
 def stoppable(subject: Subject, job: Job) -> None:
     """A long check ends inside the subject's own networks when the job is cancelled."""
-
-    def stop(*_: Any) -> None:
-        if job.cancelled():
-            raise Cancelled
-
     networks = [] if subject.pipeline is None else [subject.pipeline.components.network]
     for network in [*networks, *([] if subject.vae is None else [subject.vae])]:
-        network.register_forward_pre_hook(stop)
+        network.register_forward_pre_hook(lambda *_: job.check())
 
 
 # --- what is shown -----------------------------------------------------------------------------------------------

@@ -149,14 +149,18 @@ def prompt_of(words: str | None) -> str:
 
 
 def steps_of(given: Any) -> int:
-    must = f"a whole number from 1 to {_MOST_STEPS:,}"
+    return whole(given, "steps", _MOST_STEPS, "steps")
+
+
+def whole(given: Any, what: str, most: int, code: str) -> int:
+    """A number of the page as a whole number from 1."""
     try:
-        steps = float(given)
+        found = float(given)
     except (TypeError, ValueError):
-        raise PellucidError(rule("steps", must, given), "steps") from None
-    if not 1 <= steps <= _MOST_STEPS or steps != int(steps):
-        raise PellucidError(rule("steps", must, given), "steps")
-    return int(steps)
+        found = 0.0
+    if not 1 <= found <= most or found != int(found):
+        raise PellucidError(rule(what, f"a whole number from 1 to {most:,}", given), code)
+    return int(found)
 
 
 def seed_of(given: Any) -> int:

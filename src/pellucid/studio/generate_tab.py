@@ -23,7 +23,7 @@ from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import make_plan
 from pellucid.pipeline.recipe import Recipe, write_png
 from pellucid.pipeline.request import Control, ImagePrompt, Lora
-from pellucid.studio import form, html, visitors
+from pellucid.studio import form, html
 from pellucid.studio.form import Form, ImageStart, Shelf, adapter
 from pellucid.studio.html import status
 from pellucid.studio.visitors import Job, Session, Sessions
@@ -78,13 +78,6 @@ def run(pipe: Pipeline, setup: Form, session: Session, job: Job) -> RunResult:
     file = session.new_file(".png")
     write_png(made.images[0], file, made.recipe)
     return RunResult(made.images[0], file, trace, made.recipe, made.notes, time.perf_counter() - began)
-
-
-def follow(pipe: Pipeline, setup: Form, session: Session, tab: str) -> Iterator[StepNews | RunResult]:
-    """The moments of a run as they come, the newest only, and then what was made."""
-    job = session.begin(tab, lambda job: run(pipe, setup, session, job))
-    yield from visitors.follow(job)
-    yield job.result
 
 
 class Preview:
@@ -213,7 +206,7 @@ class GenerateTab:
         preview = Preview(pipe)
         yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False), "", gr.skip()
         try:
-            for news in follow(pipe, setup, session, _TAB):
+            for news in session.follow(_TAB, lambda job: run(pipe, setup, session, job)):
                 if isinstance(news, StepNews):
                     made = preview.image(news.x0)
                     shown = html.block(html.frame(made, "preview", "x0 as the network sees it now"))

@@ -28,8 +28,8 @@ from pellucid.evidence.study.samplers_verdict import SamplerFigures
 from pellucid.evidence.study.setups import SamplerCell
 from pellucid.evidence.study.subject import Subject
 from pellucid.interop.source import expanded
-from pellucid.studio import html, visitors
-from pellucid.studio.form import Shelf, named
+from pellucid.studio import html
+from pellucid.studio.form import Shelf, named, whole
 from pellucid.studio.generate_tab import EXAMPLES
 from pellucid.studio.html import status
 from pellucid.studio.visitors import Job, Session, Sessions
@@ -72,7 +72,7 @@ class StudyForm:
         """Checked and bounded; a model that takes neither text nor labels gets no prompts."""
         chosen = tuple(dict.fromkeys(one.strip() for one in self.samplers or () if one and one.strip()))
         prompts = tuple(line.strip() for line in (self.prompts or "").splitlines() if line.strip())
-        seeds = _whole(self.seeds, "images of each prompt", _MOST_SEEDS)
+        seeds = whole(self.seeds, "images of each prompt", _MOST_SEEDS, "study-number")
         counts = _counts_of(self.steps)
         for what, found, most in (("samplers", chosen, _MOST_SAMPLERS), ("prompts", prompts, _MOST_PROMPTS)):
             if len(found) > most:
@@ -84,7 +84,7 @@ class StudyForm:
             raise PellucidError(rule("prompts × images", must, len(prompts) * seeds), "study-size")
         if asks == "nothing":
             prompts = ()
-        best = max(_whole(self.yardstick, "steps of the yardstick", 1000), 2)
+        best = max(whole(self.yardstick, "steps of the yardstick", 1000, "study-number"), 2)
         return SamplerStudyConfig(
             model=named(self.model),
             samplers=chosen,
@@ -108,17 +108,6 @@ def _counts_of(text: str | None) -> tuple[int, ...]:
     if not 1 <= len(found) <= _MOST_COUNTS or not all(1 <= count <= _MOST_STEPS for count in found):
         raise PellucidError(rule("steps", must, str(text)[:60]), "steps")
     return found
-
-
-def _whole(given: Any, what: str, most: int) -> int:
-    must = f"a whole number from 1 to {most:,}"
-    try:
-        found = float(given)
-    except (TypeError, ValueError):
-        raise PellucidError(rule(what, must, given), "study-number") from None
-    if found != int(found) or not 1 <= found <= most:
-        raise PellucidError(rule(what, must, f"{found:g}"), "study-number")
-    return int(found)
 
 
 def folder_of(config: SamplerStudyConfig, mark: str, inside: Path) -> Path:
@@ -229,8 +218,7 @@ def _fill(study: SamplerStudy, maker: _CancellablePipeline, job: Job) -> None:
     maker.see = see
     study.run(lambda what, total: nullcontext(seen), job.cancelled)
     maker.see = lambda seen: None
-    if job.cancelled():
-        raise Cancelled
+    job.check()
 
 
 def _timing(study: SamplerStudy, job: Job, total: int) -> Callable[[int], None]:
@@ -240,8 +228,7 @@ def _timing(study: SamplerStudy, job: Job, total: int) -> Callable[[int], None]:
     def tick(count: int) -> None:
         nonlocal done
         done += count
-        if job.cancelled():
-            raise Cancelled
+        job.check()
         job.tell(StudyNews(f"timing: {done} of {total} model calls", done / max(total, 1), cells))
 
     return tick
@@ -409,9 +396,7 @@ class StudyTab:
                 time.sleep(0.05)
             return run(pipe, wish, session.folder, job)
 
-        job = session.begin(_TAB, work)
-        yield from visitors.follow(job)
-        yield job.result
+        return session.follow(_TAB, work)
 
     def open(self, path: str | None) -> tuple[Any, Any]:
         with html.plainly():

@@ -39,6 +39,11 @@ class Job:
     def cancelled(self) -> bool:
         return self.stop.is_set()
 
+    def check(self) -> None:
+        """Ends the work where somebody cancelled it."""
+        if self.cancelled():
+            raise Cancelled
+
     def cancel(self) -> None:
         self.stop.set()
         self.told.put(_STOP)
@@ -50,8 +55,7 @@ class Job:
         def tick(count: int = 1) -> None:
             nonlocal done
             done += count
-            if self.cancelled():
-                raise Cancelled
+            self.check()
             self.tell((f"{what} {done} of {total}", done / max(total, 1)))
 
         return tick
@@ -129,6 +133,12 @@ class Session:
         self.cancel(tab)
         self.jobs[tab] = begin(work)
         return self.jobs[tab]
+
+    def follow(self, tab: str, work: Work) -> Iterator[Any]:
+        """Begins a job; its latest news as they come, and then its result."""
+        job = self.begin(tab, work)
+        yield from follow(job)
+        yield job.result
 
     def cancel(self, tab: str) -> bool:
         """Whether there was something to cancel."""

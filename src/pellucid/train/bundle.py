@@ -207,7 +207,7 @@ def assemble(
             "controlnet": _write_controlnet,
             "image_text": _write_image_text,
             "ip_adapter": _write_ip_adapter,  # after the one whose vision half it may share
-            "lora": _write_lora,
+            "lora": lambda model, goal: _write_file(model / lora.FILE, goal, "lora"),
         }
         for name, write in writers.items():
             if name in runs:
@@ -271,10 +271,6 @@ def _write_ip_adapter(model: Path, goal: Path) -> None:
         save.write_json(goal / ENCODER_NOTE, {SHARED: SHARED_ENCODER})
     else:
         save.save_component(own, goal / ADAPTER_EYES)
-
-
-def _write_lora(model: Path, goal: Path) -> None:
-    _write_file(model / lora.FILE, goal, "lora")
 
 
 def _write_image_text(model: Path, goal: Path) -> None:

@@ -110,10 +110,6 @@ class Order:
         found = [_permuted(self.seed, int(e), self.count)[places[epochs == e] % self.count] for e in epochs.unique()]
         return torch.cat(found)
 
-    def epoch(self, step: int) -> float:
-        """How often the data has been seen before a step."""
-        return step * self.batch / self.count
-
 
 @lru_cache(maxsize=4)
 def _permuted(seed: int, epoch: int, count: int) -> Tensor:

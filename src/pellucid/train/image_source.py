@@ -199,11 +199,6 @@ class ImageSource(ABC):
         Image.init()  # here, and not in all threads at once
 
     @property
-    def skipped(self) -> int:
-        """How many examples could not be read, for the journal."""
-        return len(self.unreadable)
-
-    @property
     def flip(self) -> bool:
         return self.framing.flip
 

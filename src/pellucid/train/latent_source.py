@@ -76,10 +76,6 @@ class LatentSource:
         """Images that could not be read when the cache was made: name → why."""
         return self.cache.unreadable
 
-    @property
-    def skipped(self) -> int:
-        return len(self.unreadable)
-
     def inventory(self) -> dict[str, Any]:
         return {"header": self.cache.name, "sizes": self.cache.sizes}
 

@@ -168,14 +168,6 @@ class Ranks:
         dist.all_reduce(held)
         return held / self.world
 
-    def gather(self, values: Tensor) -> Tensor:
-        """The values of all ranks in their order, along the first dimension."""
-        if self.world == 1:
-            return values
-        held = [torch.empty_like(values) for _ in range(self.world)]
-        dist.all_gather(held, values.detach().contiguous())
-        return torch.cat(held)
-
     def union(self, names: Iterable[str]) -> set[str]:
         """The names of all ranks, each once."""
         held: list[list[str]] = [list(names)] * self.world

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import off, tensor
 
 CLOSE = 1e-5
 SETTINGS = ((1000, 5), (1000, 20), (1000, 30), (100, 4))
@@ -76,9 +77,7 @@ def check_scaled(answer: ModuleType) -> None:
         sigma = ((1 - bar) / bar) ** 0.5
         x = x0 + sigma * eps
         wanted = bar**0.5 * x0 + (1 - bar) ** 0.5 * eps
-        got = answer.scaled(x, sigma)
-        if not isinstance(got, Tensor) or got.shape != wanted.shape:
-            raise Mistake("the input must be a tensor of x's shape.")
+        got = tensor(answer.scaled(x, sigma), wanted, "the input")
         if (far := float((got - wanted).abs().max())) > CLOSE * 10:
             hint = "divide by √(1 + σ²)"
             if torch.allclose(got, x):
@@ -117,9 +116,7 @@ def check_euler(answer: ModuleType) -> None:
         raise Mistake(
             f"the network's first input must have spread {right_spreads[0]:.2f}; got {spreads[0]:.4g}; scale it."
         )
-    if not isinstance(got, Tensor) or got.shape != x.shape:
-        raise Mistake("the result must be a tensor of x's shape.")
-    if (far := float((got - wanted).abs().max())) > CLOSE:
+    if (far := off(got, wanted, "the result")) > CLOSE:
         raise Mistake(
             f"x at the end must be ours to {CLOSE:g}; off by {far:.3g}; a step is x + (σ' − σ)·eps, on the x that was "
             "not scaled, and σ' is the smaller one."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import diagnosis
 from pellucid.models.lora_delta import LoRA, Product
 
 OUT, IN, RANK, BATCH = 48, 40, 4, 6
@@ -53,7 +55,7 @@ def check_weight(answer: ModuleType) -> None:
         "the strength weakens W itself": (1 - STRENGTH) * weight + STRENGTH * engine(0 * weight, down, up, ALPHA, 1.0),
         "W itself is left out": engine(0 * weight, down, up, ALPHA, STRENGTH),
     }
-    hint = next((slip for slip, value in slips.items() if near(got, value)), "compare with W + s·(alpha/rank)·up·down")
+    hint = diagnosis(slips, partial(near, got), "compare with W + s·(alpha/rank)·up·down", "{}")
     apart = float((got - wanted).abs().max())
     raise Mistake(f"merged_weight must be the engine's to 1e-4; it is {apart:.3g} off. What you see when {hint}.")
 

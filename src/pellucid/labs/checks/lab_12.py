@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -14,6 +15,7 @@ from pellucid.core.loop import run
 from pellucid.core.plan import REGISTERS, Plan
 from pellucid.core.schedule import Level
 from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import diagnosis
 
 STEPS = 6
 Row = dict[str, float]
@@ -56,9 +58,7 @@ def check_ddim(answer: ModuleType) -> None:
             "Euler's row, which is for alpha = 1": euler(here, after),
             "x0 added in full: x holds alpha times x0 already": {"x": after[1] / here[1], "p0": after[0]},
         }
-        hint = next(
-            (f"this is {slip}" for slip, row in slips.items() if close(got, row)), "where does x0 + noise land?"
-        )
+        hint = diagnosis(slips, partial(close, got), "where does x0 + noise land?")
         raise Mistake(f"row {i} of DDIM must be {told(wanted)}; got {told(got)}: {hint}.")
 
 
@@ -85,7 +85,7 @@ def check_dpmpp(answer: ModuleType) -> None:
                 "p1": 2 * full,
             },
         }
-        hint = next((f"this is {slip}" for slip, row in slips.items() if close(got, row)), "D goes in the place of p0")
+        hint = diagnosis(slips, partial(close, got), "D goes in the place of p0")
         raise Mistake(f"row {i} of DPM++ 2M must be {told(rows[i])}; got {told(got)}: {hint}.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pellucid.core import schedule as schedules
 from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import diagnosis
 from pellucid.train.objective import Objective, Weighting
 
 TIMES = (20.0, 300.0, 700.0, 980.0)
@@ -41,9 +43,7 @@ def check_question(answer: ModuleType) -> None:
             "x0": x0,
             "the flow's noise − x0": noise - x0,
         }
-        hint = next(
-            (f"this is {slip}" for slip, value in slips.items() if close(target, value)), "v = alpha·eps − sigma·x0"
-        )
+        hint = diagnosis(slips, partial(close, target), "v = alpha·eps − sigma·x0")
         raise Mistake(f"the right answer of a network that predicts v is another: {hint}.")
 
 
@@ -64,9 +64,7 @@ def check_weight(answer: ModuleType) -> None:
                 "sigma in the place of sigma²: the error is squared": min(snr, gamma) * level.sigma,
                 "a division by sigma²: it is the other way round": min(snr, gamma) / level.sigma**2,
             }
-            hint = next(
-                (slip for slip, value in slips.items() if math.isclose(got, value, rel_tol=1e-6)), "something else"
-            )
+            hint = diagnosis(slips, partial(math.isclose, got, rel_tol=1e-6), "something else", "{}")
             raise Mistake(
                 f"at λ = {level.lam:.2f}, gamma {gamma:g} the weight must be {wanted:.5g}; got {got:.5g}: {hint}."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -14,6 +15,7 @@ from pellucid.evidence.tune.model import Pairs, oracle_model
 from pellucid.evidence.tune.table import Start
 from pellucid.evidence.tune.teacher import distance, ends
 from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import diagnosis, tensor
 
 
 def check_sets(answer: ModuleType) -> None:
@@ -36,15 +38,10 @@ def ended() -> tuple[Tensor, Tensor]:
 
 def check_distances(answer: ModuleType) -> None:
     for student, truth in (ended(), (torch.rand(3, 2, 4, 4), torch.rand(3, 2, 4, 4))):
-        got, wanted = answer.distances(student, truth), distance(student, truth)
-        if isinstance(got, Tensor) and got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-5):
+        wanted = distance(student, truth)
+        got = tensor(answer.distances(student, truth), wanted, "distances, one number per pair,")
+        if torch.allclose(got, wanted, rtol=1e-5):
             continue
-        whole = float((student - truth).square().mean().sqrt())
-        if not isinstance(got, Tensor) or got.shape != wanted.shape:
-            shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
-            raise Mistake(
-                f"distances must be one number a pair, {tuple(wanted.shape)}; got {shape} (all at once: {whole:.3f})."
-            )
         squared = torch.allclose(got, wanted.square(), rtol=1e-4)
         hint = "the root is missing" if squared else "the mean over all axes but the first, then the root"
         raise Mistake(f"the first distance must be {float(wanted[0]):.4f}; got {float(got[0]):.4f}: {hint}.")
@@ -60,7 +57,7 @@ def check_objective(answer: ModuleType) -> None:
     if not torch.isclose(got, errors.sqrt().mean(), rtol=1e-5):
         slips = {"the mean of the errors, of which one pair in another mode owns all": errors.mean(),
                  "the root of the mean: take the root first": errors.mean().sqrt()}  # fmt: skip
-        hint = next((f"this is {slip}" for slip, value in slips.items() if torch.isclose(got, value)), "mean of √error")
+        hint = diagnosis(slips, partial(torch.isclose, got), "mean of √error")
         raise Mistake(
             f"of 0.01, 0.04 and 1 it must be {float(errors.sqrt().mean()):.4f}; got {float(got.detach()):.4f}: {hint}."
         )

@@ -1,10 +1,15 @@
-"""How the checks compare tensors."""
+"""How the checks compare an answer with what is right, and with known mistakes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from torch import Tensor
 
 from pellucid.labs.answers import Mistake
+
+_T = TypeVar("_T")
 
 
 def tensor(got: object, wanted: Tensor, what: str) -> Tensor:
@@ -18,3 +23,8 @@ def tensor(got: object, wanted: Tensor, what: str) -> Tensor:
 def off(got: object, wanted: Tensor, what: str) -> float:
     """The largest difference from what is wanted."""
     return float((tensor(got, wanted, what).double() - wanted.double()).abs().max())
+
+
+def diagnosis(slips: Mapping[str, _T], fits: Callable[[_T], object], otherwise: str, words: str = "this is {}") -> str:
+    """The first known slip whose result fits the answer, in these words; else a general hint."""
+    return next((words.format(slip) for slip, result in slips.items() if fits(result)), otherwise)
