@@ -505,13 +505,13 @@ def suite_table(found: dict[str, dict[str, Any]]) -> Table:
             rows.append(("VAE", "read right in all attributes", share_words(one["after"]), share_words(one["before"])))
         elif part == "image_text":
             rows.append(("image-text", "cosine", f"{one['right']:.3f}", f"{one['shuffled']:.3f}, another's caption"))
-            for key, words in (("by_picture", "caption found among 32"), ("by_text", "picture found among 32")):
+            for key, words in (("by_picture", "caption found among 32"), ("by_text", "image found among 32")):
                 rows.append(("image-text", words, share_words(one[key]), f"{100 / AMONG:.1f} % by chance"))
         else:
             both = [Estimate(**one[key]) for key in ("adapted", "base")]
             form, unit = ("{:.3f}".format, "") if part == "controlnet" else (percent, " %")
             rows.append((one["adapter"], one["figure"], *(estimate.words(form, unit) for estimate in both)))
-    note = "In brackets 95 % intervals. Without: the base from the same noise; for the VAE, the true images."
+    note = "Brackets are 95 % intervals. Without: the base from the same noise; for the VAE, the true images."
     return Table("Parts of the model", ("part", "figure", "with", "without"), tuple(rows), note)
 
 
