@@ -84,21 +84,21 @@ def check_sample(answer: ModuleType) -> None:
     pipe, made, steps = watched()
     parts = pipe.components
     context = encode_prompts(parts.text_encoders, parts.tokenizers, [PROMPT]).context
-    told: list[float] = []
+    times: list[float] = []
 
     def network(x: Tensor, time: float) -> Tensor:
-        told.append(float(time))
+        times.append(float(time))
         out: Tensor = parts.network(x, torch.tensor([float(time)]), context)
         return out
 
     levels = [*(step.row.level for step in steps), made.plan.end]
     with torch.no_grad():
         got = answer.sample(steps[0].x, network, list(made.plan.timesteps), levels)
-    if told != list(made.plan.timesteps):
+    if times != list(made.plan.timesteps):
         raise Mistake(
-            f"the network must be told {made.plan.timesteps[:3]}…, once each; "
-            f"got {tuple(told[:3])}…, {len(told)} calls; "
-            "tell it the time, not the number of the step."
+            f"the network must be called at {made.plan.timesteps[:3]}…, once each; "
+            f"got {tuple(times[:3])}…, {len(times)} calls; "
+            "pass the time, not the number of the step."
         )
     if (far := off(got, made.latents, "the result")) > 1e-2:
         raise Mistake(

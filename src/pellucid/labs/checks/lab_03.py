@@ -94,11 +94,11 @@ def check_euler(answer: ModuleType) -> None:
     times = [round(float(time)) for time in scheduler.timesteps]
     bar = bars("scaled_linear")
     sigmas = [*(float(((1 - bar[t]) / bar[t]) ** 0.5) for t in times), 0.0]
-    told: list[int] = []
+    called: list[int] = []
     spreads: list[float] = []
 
     def network(x: Tensor, time: int) -> Tensor:
-        told.append(int(time))
+        called.append(int(time))
         spreads.append(float(x.std()))
         return 0.9 * x + 0.05 * torch.sin(x + int(time) / 300)
 
@@ -107,11 +107,11 @@ def check_euler(answer: ModuleType) -> None:
     for time, here, there in zip(times, sigmas, sigmas[1:], strict=False):
         wanted = wanted + (there - here) * network(wanted / (1 + here**2) ** 0.5, time)
     right_spreads = list(spreads)
-    told.clear()
+    called.clear()
     spreads.clear()
     got = answer.euler(x, network, times, sigmas)
-    if told != times:
-        raise Mistake(f"the network must be told {times[:3]}…, once each; got {told[:3]}…, {len(told)} calls.")
+    if called != times:
+        raise Mistake(f"the network must be called at {times[:3]}…, once each; got {called[:3]}…, {len(called)} calls.")
     if max(abs(a - b) for a, b in zip(spreads[:1], right_spreads, strict=False)) > 0.01:
         raise Mistake(
             f"the network's first input must have spread {right_spreads[0]:.2f}; got {spreads[0]:.4g}; scale it."

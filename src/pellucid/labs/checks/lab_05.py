@@ -94,7 +94,7 @@ def check_out(answer: ModuleType) -> None:
 
 
 def check_decibels(answer: ModuleType) -> None:
-    """One number an image, of a peak of 2."""
+    """One number per image, for a peak of 2."""
     a = images()
     scale = torch.tensor([0.5, 0.1, 0.02, 0.004])
     got = answer.decibels(a + scale[:, None, None, None], a)

@@ -110,11 +110,11 @@ def check_kernels(answer: ModuleType) -> None:
         with torch.no_grad(), attention.backend(kernel), tracker:
             nn.functional.scaled_dot_product_attention(q, q, q)
         made[kernel] = tracker.peak.total
-    told = answer.attention_bytes(side, 1, heads, 4)
-    if not made["flash"] < told <= made["math"]:
+    claimed = answer.attention_bytes(side, 1, heads, 4)
+    if not made["flash"] < claimed <= made["math"]:
         raise Mistake(
             f"a fused kernel held {made['flash']} bytes and the plain one {made['math']}, of which a map must explain "
-            f"most; attention_bytes says {told}."
+            f"most; attention_bytes says {claimed}."
         )
 
 

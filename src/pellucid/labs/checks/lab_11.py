@@ -86,23 +86,23 @@ def check_loop(answer: ModuleType) -> None:
     for name in SAMPLERS:
         plan = pellucid.compile_plan(name, schedule="cosine", target="v", grid="trailing", steps=7)
         levels = {row.time: row.level for row in plan.rows}
-        told: list[float] = []
+        times: list[float] = []
 
         def network(
-            x: Tensor, time: float, levels: dict[float, pellucid.Level] = levels, told: list[float] = told
+            x: Tensor, time: float, levels: dict[float, pellucid.Level] = levels, times: list[float] = times
         ) -> Tensor:
             level = levels.get(float(time))
             if level is None:
-                raise Mistake(f"the network must be told row.time, one of {sorted(levels)[-2:]}…; got {time!r}.")
-            told.append(float(time))
+                raise Mistake(f"the network must be called at row.time, one of {sorted(levels)[-2:]}…; got {time!r}.")
+            times.append(float(time))
             return (level.alpha * x - tensor_of(density(x, level, time))) / level.sigma
 
         wanted = pellucid.run(plan, density, x * plan.initial_scale, dtype=torch.float64)
         for attempt in ("a first", "a second"):
-            told.clear()
+            times.clear()
             got = tensor(answer.loop(x * plan.initial_scale, plan.rows, network), wanted, "x at the end")
-            if len(told) != plan.nfe:
-                raise Mistake(f"{name} must call the network {plan.nfe} times, once a row; got {len(told)} calls.")
+            if len(times) != plan.nfe:
+                raise Mistake(f"{name} must call the network {plan.nfe} times, once per row; got {len(times)} calls.")
             far = float((got - wanted).abs().max())
             if not math.isfinite(far) or far > CLOSE * 100:
                 hint = "p0 is this call's x0, p1 the one before: put the newest first"

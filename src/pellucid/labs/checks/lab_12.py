@@ -38,7 +38,7 @@ def close(got: Row, wanted: Row) -> bool:
     return all(math.isclose(got.get(k, 0.0), wanted.get(k, 0.0), rel_tol=1e-6, abs_tol=1e-9) for k in {*got, *wanted})
 
 
-def told(row: Row) -> str:
+def text(row: Row) -> str:
     return "{" + ", ".join(f"{name}: {weight:.4f}" for name, weight in sorted(row.items())) + "}"
 
 
@@ -59,7 +59,7 @@ def check_ddim(answer: ModuleType) -> None:
             "x0 added in full: x holds alpha times x0 already": {"x": after[1] / here[1], "p0": after[0]},
         }
         hint = diagnosis(slips, partial(close, got), "where does x0 + noise land?")
-        raise Mistake(f"row {i} of DDIM must be {told(wanted)}; got {told(got)}: {hint}.")
+        raise Mistake(f"row {i} of DDIM must be {text(wanted)}; got {text(got)}: {hint}.")
 
 
 def euler(here: tuple[float, float], after: tuple[float, float]) -> Row:
@@ -86,7 +86,7 @@ def check_dpmpp(answer: ModuleType) -> None:
             },
         }
         hint = diagnosis(slips, partial(close, got), "D goes in the place of p0")
-        raise Mistake(f"row {i} of DPM++ 2M must be {told(rows[i])}; got {told(got)}: {hint}.")
+        raise Mistake(f"row {i} of DPM++ 2M must be {text(rows[i])}; got {text(got)}: {hint}.")
 
 
 def check_ancestral(answer: ModuleType) -> None:
@@ -99,7 +99,7 @@ def check_ancestral(answer: ModuleType) -> None:
             continue
         noise = math.hypot(got.get("x", 0.0) * sigma, got.get("z", 0.0))
         raise Mistake(
-            f"row {i} of Euler a must be {told(wanted)}; got {told(got)}. Its noise comes to {noise:.4f} and the "
+            f"row {i} of Euler a must be {text(wanted)}; got {text(got)}. Its noise comes to {noise:.4f} and the "
             f"next level is {after:.4f}: Euler goes down to sigma_down, and only then is noise added."
         )
 
