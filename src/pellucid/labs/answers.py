@@ -1,4 +1,4 @@
-"""What a check of a lab is made of, and how an answer is checked: in a process of its own, within limits."""
+"""The checks of a lab, and how they run on an answer: in a process of its own, within limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Mistake(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Check:
-    """`run` is given the answer as a module and raises `Mistake` where it is not right."""
+    """`run` takes the answer as a module, and raises `Mistake` if it is not right."""
 
     name: str
     run: Callable[[ModuleType], None]
@@ -41,7 +41,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one check; `printed` is what the answer said meanwhile, on stdout."""
+    """The result of one check; `printed` is what the answer wrote to stdout meanwhile."""
 
     name: str
     verdict: Verdict
@@ -99,7 +99,7 @@ def _outcome(result: dict[str, Any], left: list[str]) -> Outcome:
 
 
 def refuse(answer: Path) -> None:
-    """Says in one line why a file cannot be an answer."""
+    """Raises if a file cannot be an answer, with the reason in one line."""
     if not answer.is_file():
         raise PellucidError(rule("answer", "a file that exists", str(answer), WRITE_ONE), "answer-file")
     size = answer.stat().st_size
@@ -117,7 +117,7 @@ def refuse(answer: Path) -> None:
 # --- In the process ---------------------------------------------------------------------------------------------------
 
 MOST_PRINTED = 4000  # characters of one check
-MOST_SAID = 1000  # of a sentence
+MOST_SENTENCE = 1000  # characters of a sentence
 _MOST_MEMORY = 4 * 2**30  # ten times what a right answer takes
 _MOST_THREAD = 80 * 2**20  # of address space
 _MOST_FILE = 64 * 2**20
@@ -151,7 +151,7 @@ def judged(check: Check, path: Path) -> Outcome:
     printed = process.OutputBuffer(MOST_PRINTED)
     with contextlib.redirect_stdout(printed):
         verdict, sentence = verdict_of(check, path)
-    return Outcome(check.name, verdict, process.clipped(sentence, MOST_SAID), printed.text())
+    return Outcome(check.name, verdict, process.clipped(sentence, MOST_SENTENCE), printed.text())
 
 
 def verdict_of(check: Check, path: Path) -> tuple[Verdict, str]:
@@ -173,7 +173,7 @@ def verdict_of(check: Check, path: Path) -> tuple[Verdict, str]:
 
 
 def _outgrown(error: BaseException) -> str:
-    """Which limit it was, where it was one."""
+    """Which limit was exceeded, if any."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error) or _code(error) == errno.ENOMEM:
         return f"the answer must take at most {_MOST_MEMORY // 2**30} GiB of memory; it asked for more"
     if _code(error) == errno.EFBIG:
@@ -186,7 +186,7 @@ def _code(error: BaseException) -> int | None:
 
 
 def _confine(scratch: Path) -> None:
-    """Limits for this process and all that it starts; a system without one of them goes without."""
+    """Limits for this process and its children; limits that the system lacks are skipped."""
     os.chdir(scratch)
     with contextlib.suppress(ImportError):
         import resource

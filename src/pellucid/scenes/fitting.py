@@ -1,4 +1,4 @@
-"""Which shape a mask is, and the colour and texture of the thing. Hidden parts count for nothing."""
+"""Which shape a mask is, and the colour and texture of the thing. Hidden parts are ignored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GAIN = 0.045  # what such an explanation must be better by
 
 @dataclass(frozen=True)
 class Window:
-    """M things, each in a window of its own: coordinates, its mask, and where it can be seen."""
+    """M things, each in its own window: coordinates, its mask, and where it can be seen."""
 
     row: Tensor  # (M,) int64: its image
     thing: Tensor  # (M,) int64: its number in labels

@@ -19,7 +19,7 @@ _OWN = ("shape", "colour", "texture", "size", "place")
 
 @dataclass(frozen=True)
 class Mark:
-    """One thing that a caption asked for, and what the image has."""
+    """One requirement of a caption, and what the image has."""
 
     what: str  # "count", "shape", "relation", "background", …
     wanted: object
@@ -29,7 +29,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Grade:
-    """All marks of one image. It is right when every one is."""
+    """All marks of one image, which is right if all of them are."""
 
     marks: tuple[Mark, ...]
     trouble: str | None = None
@@ -39,7 +39,7 @@ class Grade:
         return self.trouble is None and all(mark.verdict == "right" for mark in self.marks)
 
     def share(self, what: str) -> float | None:
-        """The share of right marks of a kind; None where none was asked for."""
+        """The share of right marks of a kind; None if the caption has no such requirement."""
         own = [mark.verdict == "right" for mark in self.marks if mark.what == what]
         return sum(own) / len(own) if own else None
 

@@ -1,4 +1,4 @@
-"""Captions: phrased by a small grammar, parsed back, and what each of them asks of an image."""
+"""Captions: written by a small grammar, and parsed back into what they ask of an image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pellucid.scenes.words import RELATION_NAMES, Split
 
 @dataclass(frozen=True)
 class ObjectQuery:
-    """One object as asked for; None is not said. A caption that names no texture asks for a solid one."""
+    """One object that a caption asks for; None is not mentioned. A caption without a texture asks for a solid one."""
 
     shape: str
     colour: str
@@ -34,7 +34,7 @@ class ObjectQuery:
 
 @dataclass(frozen=True)
 class Query:
-    """Objects in the order of their mention, relations as (which, relation, to which), and what else is said."""
+    """What a caption asks for: objects as they are mentioned, relations as (i, relation, j), background and style."""
 
     objects: tuple[ObjectQuery, ...]
     relations: tuple[tuple[int, str, int], ...] = ()
@@ -79,7 +79,7 @@ _NAMED = [
 _SHAPES, _COLOURS, _TEXTURES, _SIZES = (tuple(t.values()) for t in (w.SHAPES, w.COLOURS, w.TEXTURES, w.SIZES))
 _SOLID = w.TEXTURE_NAMES.index("solid")
 
-# How often a thing is left out or said in another way.
+# How often something is left out or phrased in another way.
 _NO_SIZE, _NO_BACKGROUND, _NO_RELATION, _NO_KIND = 0.12, 0.15, 0.10, 0.25
 _SAID_SOLID, _SAID_PLAIN, _SAID_PLACE, _SAID_FLAT, _PREFIX, _BACKGROUND_FIRST = 0.15, 0.2, 0.5, 0.1, 0.2, 0.12
 
@@ -126,7 +126,7 @@ class _Noun(NamedTuple):
 
 
 class _Caption(NamedTuple):
-    """A caption, and what `Query` is made of."""
+    """A caption, and the parts of its `Query`."""
 
     words: str
     nouns: list[_Noun]
@@ -151,7 +151,7 @@ def _facts(scenes: Scenes) -> list[_Facts]:
 
 
 def captions(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool = True) -> list[str]:
-    """A caption per scene. `full` leaves nothing out; without `style` no style is named, as a LoRA wants it."""
+    """A caption per scene. `full` leaves nothing out; without `style` no style is named, for the training of a LoRA."""
     return phrasings(scenes, (seed,), full=full, style=style)[0]
 
 
@@ -269,7 +269,7 @@ def _backdrop(fact: _Facts, dice: _Dice, full: bool) -> tuple[str | None, str | 
 
 
 def _manner(fact: _Facts, dice: _Dice, style: bool) -> tuple[str | None, str]:
-    """'in outlined style'; flat is the default and mostly not said."""
+    """'in outlined style'; flat is the default and mostly not mentioned."""
     name = w.STYLE_NAMES[fact.style]
     words, said = dice.one(w.STYLES[name]), name != "flat" or dice.chance(_SAID_FLAT)
     return (name, words) if style and said else (None, "")

@@ -1,7 +1,7 @@
-"""Read a finished image: its objects, relations, background and style; or say that it cannot be read.
+"""Read a finished image: its objects, relations, background and style, or why it cannot be read.
 
 Analysis by synthesis: pixels are labelled by the world's tones (labels.py), every shape is laid over each mask, and
-the texture that explains a thing's tones best is taken (fitting.py). Weak evidence is None.
+the texture that explains a thing's tones best is chosen (fitting.py). With weak evidence an attribute is None.
 """
 
 from __future__ import annotations

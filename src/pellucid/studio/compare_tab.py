@@ -30,7 +30,7 @@ from pellucid.studio.visitors import Job, Session, Sessions
 
 MOST_CELLS = 36
 _NAMES = ("steps", "guidance", "sampler", "grid", "dialect", "seed", "clip_skip", "prompt", "negative", "noise")
-_BLANK = "#e9edf2"  # a cell that is not made yet
+_BLANK = "#e9edf2"  # a cell that has not run yet
 _CHECKS = {"steps": form.steps_of, "prompt": form.prompt_of}
 
 
@@ -76,7 +76,7 @@ class SheetResult:
 
 
 def sheet_of(text: str, setup: Form) -> SheetPlan:
-    """What a sheet asks for; all cells share one seed, unless that varies."""
+    """The requests of a sheet; all cells share one seed, unless the seed varies."""
     base = setup.request()
     held = {one.name: getattr(base, one.name) for one in fields(base) if getattr(base, one.name) != _default(one)}
     axes = axes_of(text or "", base.sampler, {name: AXES[name] for name in _NAMES})
@@ -139,7 +139,7 @@ _HELD = 5  # controls of a side
 
 
 class CompareTab:
-    """Builds the tab; its handlers know the models and who is at the page."""
+    """Builds the tab; its handlers use the loaded models and the sessions."""
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
         self.shelf, self.sessions = shelf, sessions
@@ -194,7 +194,7 @@ class CompareTab:
         names = ", ".join(_NAMES)
         axes = gr.Textbox(
             _FIRST_AXES,
-            label="What varies, to the right x down",
+            label="What varies: across x down",
             info=f"around set-up A: {names}, or a number of its sampler; at most {MOST_CELLS} cells",
             elem_id="sheet-axes",
         )

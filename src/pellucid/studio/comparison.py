@@ -1,4 +1,4 @@
-"""Two runs with one seed: where they part and why, and the page's HTML of it."""
+"""Two runs with one seed: where they diverge and why, and the page's HTML of it."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ _STYLE = """<style>
 .plc .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 5px; }
 </style>"""
 
-EMPTY_FILM = html.block(f"{_STYLE}<p class=note>Run both: where they part, and by what, is said here.</p>")
+EMPTY_FILM = html.block(f"{_STYLE}<p class=note>Run both to see where they diverge, and why.</p>")
 
 
 def pair(images: Sequence[Image.Image | None], words: Sequence[str]) -> str:
@@ -204,8 +204,8 @@ NOTHING = pair((None, None), ("", ""))
 
 
 def verdict(done: ComparisonResult) -> str:
-    """The first step at which the runs differ, by what, and what else is said differently of them."""
-    found, rest = done.found, [told.text() for told in done.found.headers if told not in done.found.why]
+    """The first step at which the runs differ, the cause, and the other differences of their headers."""
+    found, rest = done.found, [one.text() for one in done.found.headers if one not in done.found.why]
     lines = "".join(f"<li>{html.text(line)}</li>" for line in diff.details(found))
     also = f"<p class=note>The set-ups also differ in: {html.text('; '.join(rest))}.</p>" if rest else ""
     notes = "".join(f"<p class=note>{html.text(note)}</p>" for note in found.notes)
@@ -220,13 +220,13 @@ def headline(done: ComparisonResult) -> str:
         return f"The two runs are the same in all of {counted(done.found.steps, 'step')}."
     if first.cause == "nan":
         return f"Both are NaN from step {first.step + 1} of {max(done.calls)}; the same before."
-    return f"They part at step {first.step + 1} of {max(done.calls)}, by {first.cause}."
+    return f"They diverge at step {first.step + 1} of {max(done.calls)}, by {first.cause}."
 
 
 def film(columns: Sequence[Column]) -> str:
     """Both runs aligned by step; the first that differs is outlined."""
     cells = "".join(_column(one) for one in columns)
-    note = "x0, what the network believes the image to be. Outlined: the first step that differs."
+    note = "x0, the network's estimate of the image. Outlined: the first step that differs."
     return html.block(
         f'{_STYLE}<h4>Step by step</h4><div class="wide"><div class="film">{cells}</div></div>{_said(note)}'
     )
@@ -234,7 +234,7 @@ def film(columns: Sequence[Column]) -> str:
 
 def _column(one: Column) -> str:
     shown = "".join(_cell(name, one.step, frame) for name, frame in zip(SIDES, one.frames, strict=True))
-    mark = "<br>they part here" if one.first else ""
+    mark = "<br>they diverge here" if one.first else ""
     kind = ' class="first" aria-current="step"' if one.first else ""
     return f"<div{kind}><b>step {one.step + 1}{mark}</b>{shown}</div>"
 
@@ -250,13 +250,13 @@ def _said(words: str) -> str:
 
 
 def distances(found: Comparison) -> str:
-    """How far apart the runs are by step, as long as they stand at the same levels."""
+    """How far apart the runs are at each step, as long as they are at the same levels."""
     at = [one for one in found.distances if not math.isnan(one.x0)]
     if not any(one.x0 > 0 or one.x > 0 for one in at):
         return ""
     steps = [one.step + 1 for one in at]
     series = [Series(name, steps, [getattr(one, name) for one in at]) for name in ("x", "x0")]
-    note = "As a part of B's norm; only steps at which both stand at the same level."
+    note = "As a fraction of B's norm; only steps at which both are at the same level."
     chart = Chart("How far apart, by step", series, Axis("step"), Axis("", log=True), note=note)
     return html.block(_STYLE + chart.html())
 

@@ -94,7 +94,7 @@ def curves(names: Sequence[str], grid: str, steps: Any, zero_snr: bool) -> Curve
 
 
 def _steps_of(given: Any) -> int:
-    """As many points as the charts have room for."""
+    """The number of points of the grid, bounded by what the charts can show."""
     try:
         steps = form.steps_of(given)
     except PellucidError:
@@ -127,7 +127,7 @@ def scene() -> Tensor:
 
 
 def square(image: Image.Image) -> Tensor:
-    """(3, S, S): the middle of an image somebody gave."""
+    """(3, S, S): the middle of an uploaded image."""
     return to_tensor(ImageOps.fit(flatten(image), (SIDE, SIDE)))[0]
 
 
@@ -202,7 +202,7 @@ class SchedulesTab:
         with gr.Row():
             with gr.Column(scale=1, min_width=200):
                 given = gr.Image(
-                    label="Image (else a scene)",
+                    label="Image (a scene if empty)",
                     type="filepath",
                     sources=["upload", "clipboard"],
                     height=200,
@@ -218,7 +218,7 @@ class SchedulesTab:
             control.change(self.draw, inputs, outputs, show_progress="hidden", trigger_mode="always_last")
 
     def open(self, *chosen: Any) -> Any:
-        """The images alone; what is wrong was said when it was chosen."""
+        """The images alone; an error was shown when the wrong value was chosen."""
         with html.plainly():
             try:
                 return _images(*_asked_for(*chosen))
@@ -269,7 +269,7 @@ def _colour(number: int) -> str:
 
 
 def panels(found: Curves) -> str:
-    """Four charts; a line a schedule, a dot a call of the model."""
+    """Four charts, with one line per schedule and one dot per call of the model."""
     key = "".join(
         f'<span><i style="background:{_colour(i)}"></i>{html.text(one.name)}</span>'
         for i, one in enumerate(found.found)
@@ -305,10 +305,10 @@ def _numbers(found: Curves) -> str:
     for one in found.found:
         low, high = one.schedule.span
         for i, time in enumerate(one.call_time):
-            told = short(float(low + time * (high - low)), 5)
+            timestep = short(float(low + time * (high - low)), 5)
             values = (short(float(one.calls[name][i])) for name in ("beta", "alpha_bar", "snr", "lam"))
-            rows.append((f"{one.name}, call {i + 1}", told, *values))
-    return html.block(html.table(("", "time told", "β", "ᾱ", "SNR", "λ"), rows))
+            rows.append((f"{one.name}, call {i + 1}", timestep, *values))
+    return html.block(html.table(("", "timestep", "β", "ᾱ", "SNR", "λ"), rows))
 
 
 def _images(found: Curves, x0: Tensor) -> str:

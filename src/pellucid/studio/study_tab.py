@@ -1,4 +1,4 @@
-"""The tab Study: which sampler, how many steps, for this model. It fills while one watches, and can be resumed."""
+"""The tab Study: which sampler, and how many steps, for this model. It fills in while it runs, and can be resumed."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _MOST_STEPS = 250  # of a cell
 _SHOWN = 4  # images of the cell that was made last
 MOST_REPORT = 64 * 2**20  # bytes of a page that is opened
 _MOST_PATH = 4096
-_FIRST = "the converged images, which all are compared with, come first"
+_FIRST = "the converged images, the reference for all others, come first"
 _TOO_SLOW = "too slow for the page: use pellucid study samplers"
-_FEW = 2  # prompts that stand there at the start
+_FEW = 2  # prompts at the start
 _ROOM = '<div style="min-height: min(440px, 90vw)">{}</div>'  # of the chart, before it is there and after
 EMPTY = html.block(
     _ROOM.format('<p class="note">A point for each sampler and step count appears here as it is made.</p>')
@@ -84,7 +84,7 @@ class StudyForm:
             raise PellucidError(rule("prompts × images", must, len(prompts) * seeds), "study-size")
         if asks == "nothing":
             prompts = ()
-        best = max(whole(self.yardstick, "steps of the yardstick", 1000, "study-number"), 2)
+        best = max(whole(self.yardstick, "steps of the converged images", 1000, "study-number"), 2)
         return SamplerStudyConfig(
             model=named(self.model),
             samplers=chosen,
@@ -111,7 +111,7 @@ def _counts_of(text: str | None) -> tuple[int, ...]:
 
 
 def folder_of(config: SamplerStudyConfig, mark: str, inside: Path) -> Path:
-    """The folder of a study: the same for all that may go on in it, whatever samplers and steps are asked for."""
+    """The folder of a study: the same for all requests that may extend it, whatever their samplers and steps."""
     plain = config.plain()
     held = json.dumps([mark, *(plain[name] for name in FIXED_KEYS)], sort_keys=True)
     return inside / f"study-{hashlib.sha256(held.encode()).hexdigest()[:12]}"
@@ -161,7 +161,7 @@ def _first_images(study: SamplerStudy, cell: SamplerCell) -> list[Image.Image]:
 
 
 class _CancellablePipeline:
-    """A pipeline whose runs end when a job is cancelled, and tell each of their steps."""
+    """A pipeline whose runs report each step and end when a job is cancelled."""
 
     def __init__(self, pipe: Any, job: Job) -> None:
         self.pipe, self.job = pipe, job
@@ -180,7 +180,7 @@ def _light(judges: Judges) -> Judges:
 
 
 def run(pipe: Any, wish: StudyForm, inside: Path, job: Job) -> Path:
-    """Makes what is missing, times it, writes the report; the path of its page. What is made is kept at once."""
+    """Makes and times what is missing, keeping each cell at once, and writes the report; returns its page."""
     charts.require()
     subject = Subject.of(pipe)
     config = wish.config(subject.asks)
@@ -235,7 +235,7 @@ def _timing(study: SamplerStudy, job: Job, total: int) -> Callable[[int], None]:
 
 
 def report_in(path: str | None) -> str:
-    """The page of a study that is there already: a folder with a study's config and its report."""
+    """The page of an existing study: a folder with a study's config and its report."""
     text = (path or "").strip()
     if not text or len(text) > _MOST_PATH or "\0" in text:
         raise PellucidError(rule("study", "the path of a study's folder", text[:60] or "none"), "study-folder")
@@ -265,12 +265,12 @@ def table(cells: Sequence[CellState]) -> str:
         distance = "–" if one.distance is None else html.number(one.distance)
         seconds = "–" if one.seconds is None else html.seconds(one.seconds)
         rows.append((one.cell.setup.text, one.cell.steps, one.cell.nfe, distance, seconds))
-    heads = ("sampler", "steps", "calls", "distance", "an image")
+    heads = ("sampler", "steps", "calls", "distance", "time per image")
     return html.block(html.table(heads, rows, marks=kinds))
 
 
 def chart(cells: Sequence[CellState]) -> str:
-    """The distance to the converged image over model calls, a line a sampler, as far as it is known."""
+    """The distance to the converged image over model calls, one line per sampler, as far as it is known."""
     series = []
     for number, name in enumerate(dict.fromkeys(one.cell.setup.text for one in cells)):
         own = [one for one in cells if one.cell.setup.text == name and one.distance is not None]
@@ -306,7 +306,7 @@ def framed(page: str, title: str) -> str:
 
 
 class StudyTab:
-    """Builds the tab: what is asked for on the left, the points as they come on the right, the report below."""
+    """Builds the tab: the controls on the left, the points as they come on the right, the report below."""
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
         self.shelf, self.sessions = shelf, sessions
@@ -324,7 +324,7 @@ class StudyTab:
         page = gr.HTML(_NO_REPORT, elem_id="study-report")
         with gr.Row():
             path = gr.Textbox(
-                label="A study that is there already",
+                label="Existing study",
                 info="the path of its folder",
                 max_length=_MOST_PATH,
                 scale=4,
@@ -357,7 +357,7 @@ class StudyTab:
             seeds = gr.Number(1, label="Images of each prompt", precision=None, min_width=120, elem_id="study-seeds")
             best = gr.Number(
                 _YARDSTICK,
-                label="Steps of the yardstick",
+                label="Steps of the converged images",
                 info="twice the most steps, or more",
                 precision=None,
                 min_width=120,
@@ -392,7 +392,7 @@ class StudyTab:
         before = session.jobs.get(_TAB)
 
         def work(job: Job) -> Path:
-            while before is not None and not before.ended:  # it was told to stop, and writes into the same folder
+            while before is not None and not before.ended:  # it was cancelled, but may still write into the same folder
                 time.sleep(0.05)
             return run(pipe, wish, session.folder, job)
 

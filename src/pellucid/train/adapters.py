@@ -41,7 +41,7 @@ _MAX_SHOWN = 64  # examples that are kept for sample images
 
 @dataclass(frozen=True)
 class AdapterObjectiveConfig:
-    """What the adapted model is asked: by its own schedule and target, where they are not overruled."""
+    """The objective of an adapter: with the base's own schedule and target, unless they are overridden."""
 
     schedule: Mapping[str, Any] | None = None
     target: str | None = None
@@ -70,7 +70,7 @@ class AdapterConfig:
 
 
 class FrozenPart(Generic[_T]):
-    """Something beside a trained network: not among its submodules, so neither trained nor saved nor copied with it."""
+    """What a trained network uses without owning it: not a submodule, so not trained, saved or copied with it."""
 
     def __init__(self, held: _T) -> None:
         self.held = held
@@ -80,7 +80,7 @@ class FrozenPart(Generic[_T]):
 
 
 class FrozenPipeline:
-    """A text-to-image pipeline that stays as it is: images to latents and back, captions to the network's conditions.
+    """A text-to-image pipeline that is not trained: images to latents and back, captions to the network's conditions.
 
     `precision` is that of all its networks. Latents are encoded when they are needed; a batch that is latents already,
     from a cache, is taken as it is.
@@ -216,10 +216,10 @@ def encode(text: Sequence[TextPart], tokens: Tensor, kept: Tensor | None = None)
 
 
 class AdapterTask(ABC):
-    """Noise the data, ask the base with its adapter, grade the answer. `network` holds what is trained and no more.
+    """Noise the data, run the base with its adapter, compute the loss. `network` holds only what is trained.
 
-    A task makes its network's conditions from a batch (`inputs`); images drop a part of them by chance, by the masks
-    of `masks`, one per part.
+    A task makes its network's conditions from a batch (`inputs`); `masks` selects the images that drop a part of them,
+    with one mask per part.
     """
 
     network: nn.Module

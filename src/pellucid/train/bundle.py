@@ -274,7 +274,7 @@ def _write_ip_adapter(model: Path, goal: Path) -> None:
 
 
 def _write_image_text(model: Path, goal: Path) -> None:
-    """The folder of a CLIPModel: its weights in float16, the words beside them as they are."""
+    """The folder of a CLIPModel: its weights in float16, its configs and vocabulary unchanged."""
     if class_in(model) != "CLIPModel":
         raise PellucidError(rule("image_text", "the run of an image-text encoder", class_in(model)), "bundle-part")
     goal.mkdir()

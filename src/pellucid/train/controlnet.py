@@ -75,7 +75,7 @@ def from_unet(unet: UNet, widths: tuple[int, ...]) -> ControlNet:
 
 
 class UNetWithControlNet(nn.Module):
-    """A UNet with a ControlNet: its one submodule is the ControlNet, and the UNet is beside it."""
+    """A UNet with a ControlNet. Its only submodule is the ControlNet; the UNet is frozen."""
 
     def __init__(self, unet: UNet, controlnet: ControlNet) -> None:
         super().__init__()

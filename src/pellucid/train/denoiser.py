@@ -37,9 +37,9 @@ _log = logging.getLogger("pellucid.train")
 @dataclass(frozen=True)
 class DenoiserConfig:
     """`network` is a config of diffusers, with its `_class_name`; or `start` is the folder of a pipeline whose network
-    is trained further. `labels` tells it the class of an image; the null label, for images that drop theirs, is the
-    last of its embeddings. `vae` is the folder of the VAE in whose latents a DiT works; without it, it works on pixels,
-    as UNets do."""
+    is trained further. With `labels` it is conditioned on the class of an image; the null label, for images that drop
+    theirs, is the last of its embeddings. `vae` is the folder of the VAE in whose latents a DiT works; without it, a
+    DiT works on pixels, as UNets do."""
 
     objective: ObjectiveConfig
     network: Mapping[str, Any] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class DenoiserTask(DenoisingTask):
         return asked
 
     def check_labels(self, labels: Tensor) -> None:
-        """Refuses a class that has no embedding, or has the null label's; a GPU is asked once, as it would wait."""
+        """Refuses a class without an embedding, or with that of the null label; on a GPU only once, since it waits."""
         if self.checked and labels.is_cuda:
             return
         most, self.checked = int(labels.max()), True
@@ -176,9 +176,9 @@ class DenoiserTask(DenoisingTask):
         save_components(self.pipeline_parts(folder.name, kind, network, self.scheduler), folder, overwrite=True)
 
     def exported(self) -> dict[str, Any]:
-        """The config of the scheduler to ship: DDIM's where the schedule is a table, else that of `sampling`.
+        """The config of the scheduler that is saved: DDIM's where the schedule is a table, else that of `sampling`.
 
-        diffusers' other schedulers know no clipping. Where DDIM there has no such grid, `leading` is shipped.
+        diffusers' other schedulers do not clip. Where its DDIM does not have the grid, `leading` is saved.
         """
         config, schedule, target = self.config.sampling, self.objective.schedule, self.objective.target
         grid = grid_named(config.grid)
@@ -186,7 +186,7 @@ class DenoiserTask(DenoisingTask):
             return scheduler_of(self.objective, config)
         shipped = grid if grid.name in SPACINGS else grid_named("leading")
         if shipped is not grid:
-            _log.warning("the model is shipped with the grid leading: diffusers' DDIM has no %s", grid.name)
+            _log.warning("the model is saved with the grid leading: diffusers' DDIM has no %s", grid.name)
         return diffusers_export.write(Reading("", "ddim", schedule, target, shipped, {}, self.clip))
 
 

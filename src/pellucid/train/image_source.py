@@ -41,7 +41,7 @@ _REDUCING_GAP = 3.0  # box-reduce first, down to this many times the size: indis
 
 @dataclass(frozen=True)
 class Hint:
-    """How an image beside the image is read: its channels, its range, and whether it lies on the image."""
+    """How a hint image is read: its channels, its range, and whether it is aligned with the image."""
 
     channels: Literal[1, 3] = 3
     low: Literal[-1, 0] = 0  # values are in [low, 1]
@@ -54,7 +54,7 @@ _HINTS: Mapping[str, Hint] = MappingProxyType(
         "edges": Hint(channels=1),
         "depth": Hint(channels=1),
         "mask": Hint(channels=1),
-        "reference": Hint(low=-1, aligned=False),  # an IP-Adapter's: seen whole, and not in the same place
+        "reference": Hint(low=-1, aligned=False),  # an IP-Adapter's: used whole, and not aligned
     }
 )
 
@@ -65,8 +65,8 @@ def hint_kind(name: str) -> Hint:
 
 @dataclass(frozen=True)
 class Framing:
-    """The square that is trained: the shorter side becomes `size`, the longer one is cut to it at its centre or at a
-    place that is drawn; `flip` mirrors every other image by chance."""
+    """The square to train on: the shorter side is resized to `size`, the longer one is cropped, at its centre or at a
+    random place; `flip` mirrors half of the images at random."""
 
     size: int
     crop: Crop = "centre"
@@ -81,7 +81,7 @@ class Framing:
 
 @dataclass(frozen=True)
 class CropPlace:
-    """What was drawn for one place of a batch: where along its free way the square lies, and whether it is mirrored."""
+    """The random numbers of one image: where the square lies along the free length, and whether it is mirrored."""
 
     across: float = 0.5
     down: float = 0.5
@@ -127,7 +127,7 @@ def cut(image: Image.Image, framing: Framing, place: CropPlace) -> Array:
 
 
 def cut_hint(name: str, hint: Image.Image, image: Image.Image, framing: Framing, place: CropPlace) -> Array:
-    """A hint → (1 or 3, size, size) uint8, cut as its image where it lies on it."""
+    """A hint → (1 or 3, size, size) uint8, cropped like its image if it is aligned with it."""
     kind = hint_kind(name)
     if not kind.aligned:
         framing, place = Framing(framing.size), CropPlace()
@@ -151,13 +151,13 @@ def _reason(error: Exception) -> str:
 
 MAX_SKIPPED = 1000  # unreadable examples of a run, after which it stops
 _JUDGED = 8  # a batch smaller than this may be unlucky: only the count of all is asked
-_RETRIES, PAUSE = 2, 0.2  # a network file system may fail for a moment: asked again, after so many seconds
+_RETRIES, PAUSE = 2, 0.2  # a network file system may fail for a moment: tried again after this many seconds
 log = logging.getLogger("pellucid.train")
 
 
 @dataclass(frozen=True)
 class Example:
-    """One example as it is stored: files of images, and what is said of them."""
+    """One example as it is stored: image files, a caption and a label."""
 
     image: bytes
     caption: str | None = None
@@ -177,7 +177,7 @@ class DecodedExample:
 
 
 class ImageSource(ABC):
-    """Examples whose images are decoded when asked for.
+    """Examples whose images are decoded when they are needed.
 
     An example that cannot be read is named once and skipped: the next one in the order of the files that can be read
     takes its place. Which one that is depends on the files alone, so a resumed run, and ranks together, see the same.
@@ -207,7 +207,7 @@ class ImageSource(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """The example's name for people: a path, or a shard and a key."""
+        """The example's name in messages: a path, or a shard and a key."""
 
     @abstractmethod
     def example(self, index: int) -> Example:
@@ -312,7 +312,7 @@ def _available_cores() -> int:
 
 
 def steadily(read: Callable[[], bytes]) -> bytes:
-    """What `read` gives, asked again where the system fails; a file that is not there is not asked for twice."""
+    """What `read` returns, tried again if the system fails; a missing file is tried only once."""
     for attempt in range(_RETRIES + 1):
         try:
             return read()

@@ -44,11 +44,11 @@ class Task(Protocol):
     def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> BatchLoss: ...
 
     def images(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
-        """(N, 3, H, W) in [0, 1]: what the network can do by now."""
+        """(N, 3, H, W) in [0, 1]: sample images of the current network."""
         ...
 
     def save(self, network: nn.Module, folder: Path) -> None:
-        """In the form that `pellucid.load` reads, or `load_component` where it is but a part."""
+        """In the form that `pellucid.load` reads, or `load_component` for a single component."""
         ...
 
 

@@ -66,7 +66,7 @@ def _source_of(data: Any, count: int | None, phrasings: int | None) -> tuple[Sou
     """What is to be cached, and how many captions of each."""
     if isinstance(data, LatentsConfig):
         if not data.of:
-            raise PellucidError(rule("data.of", "a table that says what the cache is made of", "none"), "latents")
+            raise PellucidError(rule("data.of", "a table that says what the cache is made from", "none"), "latents")
         if count is not None or phrasings is not None:
             raise PellucidError("--count and --phrasings must be left to a config that has data.of.", "latents")
         phrasings, data = data.phrasings, chosen(data.of, DATA, "data.of")

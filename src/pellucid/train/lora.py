@@ -1,4 +1,4 @@
-"""Training a LoRA: small matrices beside chosen layers of a frozen model (Hu et al. 2021)."""
+"""Training a LoRA: small matrices next to chosen layers of a frozen model (Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def chosen_layers(network: nn.Module, patterns: Sequence[str], where: str) -> di
 
 
 class LoraNetwork(nn.Module):
-    """A model with a LoRA: its submodules are the small matrices, and the model itself is beside them.
+    """A model with a LoRA. Its submodules are the small matrices; the model itself is frozen.
 
-    The model is a copy of the module tree that shares the base's tensors, with `Adapted` in the place of the chosen
-    layers: a plain forward, which compiles, and whose gradients any wrapper of the small matrices sees.
+    The model is a copy of the module tree that shares the base's tensors, with a `LayerWithUpdate` in place of each
+    chosen layer: a plain forward, which compiles, and whose gradients any wrapper of the small matrices sees.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class LoraNetwork(nn.Module):
         self.dtype = next(network.parameters()).dtype
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoraNetwork:
-        """The same base with matrices of its own."""
+        """The same base with copies of the matrices."""
         network, text, parts = self.plain.held
         return LoraNetwork(network, text, copy.deepcopy(self.changes, memo), parts).train(self.training)
 
@@ -134,7 +134,7 @@ class LoraNetwork(nn.Module):
 
 
 def _with_changes(network: nn.Module, changes: Mapping[str, LowRankUpdate]) -> nn.Module:
-    """A copy of the module tree that shares all tensors, with changes beside some layers."""
+    """A copy of the module tree that shares all tensors, with changes next to some layers."""
     if not changes:
         return network
     twin = copied(network, {})

@@ -1,4 +1,4 @@
-"""The objective: noise the data at drawn times, ask the network, weigh its error; and show it by noise level."""
+"""The objective: noise the data at random times, run the network, weight its error; and report it by noise level."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ _DRAWN = ("x0", "noise", "numbers")  # what `pose` takes
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """What a network is asked for one batch, and the right answer."""
+    """The inputs of the network for one batch, and the right answer."""
 
     x: Tensor  # (B, …), scaled as the network takes it
     time: Tensor  # (B,)
@@ -225,7 +225,7 @@ class BatchLoss:
 
 @dataclass(frozen=True)
 class Objective:
-    """Denoising at drawn levels. `noise_offset` adds a noise that is one number a channel; `dropout` is the share of
+    """Denoising at random levels. `noise_offset` adds noise that is one number per channel; `dropout` is the share of
     images that are trained without their condition."""
 
     schedule: Schedule
@@ -244,7 +244,7 @@ class Objective:
                 raise PellucidError(rule(name, f"from 0 to {high:g}", getattr(self, name)), "objective")
 
     def ask(self, x0: Tensor, draws: Draws) -> NoisyBatch:
-        """Noised data and what is to be said of it, for the part of a batch that `draws` names."""
+        """Noised data and the right answer, for the part of a batch that `draws` selects."""
         return self.pose(**self.draw(x0, draws))
 
     def draw(self, x0: Tensor, draws: Draws) -> dict[str, Tensor]:
@@ -312,7 +312,7 @@ class Objective:
         return BatchLoss((errors * question.weights).mean(), errors.detach(), question.lam)
 
     def loss(self, network: Network, asked: Mapping[str, Tensor]) -> BatchLoss:
-        """Of what `draw` gave; all else in `asked` goes to the network by its name."""
+        """The loss of what `draw` returned; everything else in `asked` is passed to the network by name."""
         question = self.pose(*(asked[name] for name in _DRAWN))
         conditions = {name: tensor for name, tensor in asked.items() if name not in _DRAWN}
         return self.grade(question, network(question.x, question.time, **conditions))

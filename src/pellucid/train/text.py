@@ -28,7 +28,7 @@ from pellucid.train.source import Batch
 
 FIXED = 2 * 256 + 2  # entries that every tokenizer of CLIP's layout has: bytes, bytes that end a word, BOS and EOS
 _MOST = 49_408  # entries of CLIP's own
-_LEAST_SEEN = 2  # a pair that is seen once is no rule
+_LEAST_SEEN = 2  # a pair that occurs once is not merged
 MergePair = tuple[str, str]
 
 
@@ -105,12 +105,12 @@ def _joined(letters: list[str], pair: MergePair) -> list[str]:
 
 # --- Captions to ids ------------------------------------------------------------------------------------------------
 
-MOST_WORDS = 2**16  # that are remembered: captions of the wild have words without end
+MOST_WORDS = 2**16  # that are cached: captions from the web have an unlimited number of words
 _ID = np.dtype(np.int32)
 
 
 class WordIds(dict[str, bytes]):
-    """What lies between two spaces → its ids, as bytes to be joined."""
+    """A word (what is between two spaces) → its ids, as bytes to join."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class TextConfig:
                 rule("text", "a folder, or an encoder with a tokenizer", ", ".join(given) or "none"), "config-value"
             )
         if self.encoder and not self.train:
-            advice = "A fresh encoder that learns nothing says nothing."
+            advice = "An untrained encoder carries no information."
             raise PellucidError(rule("text.train", "true for a fresh encoder", False, advice), "config-value")
 
     def build(self, seed: int) -> TextSide:
@@ -217,14 +217,14 @@ def read_tokenizer(folder: str) -> Tokenizer:
 
 
 def fresh_encoder(raw: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> CLIPTextEncoder:
-    """A CLIPTextModel with random weights that a seed decides. What the tokenizer knows need not be said."""
+    """A CLIPTextModel with random weights from a seed. The tokenizer supplies the fields that it determines."""
     settings = KINDS[_FRESH].read({**known_of(tokenizer), **raw})
     with seeded(seed):
         return start_clip(CLIPTextEncoder(settings))  # type: ignore[return-value]
 
 
 def known_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a tokenizer says of the config of an encoder over it."""
+    """The fields of an encoder's config that its tokenizer determines."""
     return {
         "vocab_size": tokenizer.size,
         "max_position_embeddings": tokenizer.length,

@@ -39,7 +39,7 @@ class TextDenoiserConfig:
     """`network` is a config of diffusers (UNet2DConditionModel or PixArtTransformer2DModel), or `start` the folder of a
     pipeline whose network is trained further. `vae` is the folder of a VAE.
 
-    Data are images, which the VAE encodes on the way, or latents, as a cache holds them. `prompts` are what the
+    Data are images, which the VAE encodes as they are used, or latents from a cache. `prompts` are what the
     sample images show; `sampling` is also what the saved pipeline samples with unless a request says otherwise.
     """
 

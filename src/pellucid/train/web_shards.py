@@ -43,7 +43,7 @@ class TarDamagedError(PellucidError):
 
 
 class _HeaderFile(io.FileIO):
-    """An archive of which only headers are read, so that a false size asks for no memory."""
+    """An archive of which only headers are read, so that a false size cannot allocate memory."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= _MAX_HEADER:
@@ -107,7 +107,7 @@ _NOWHERE = -1
 
 @dataclass(frozen=True)
 class Columns:
-    """Where captions and labels are said: a column, and the key of it if it is JSON."""
+    """Where captions and labels are: a column, and its key if it is JSON."""
 
     caption: int | None = None
     label: int | None = None
@@ -172,7 +172,7 @@ class WebShards(ImageSource):
             log.warning("%s is used up to where it is damaged: %s", path.name, error)
 
     def first_columns(self) -> Columns:
-        """What is said of images, and where, by the first example whose JSON, if it has one, can be read."""
+        """Where captions and labels are, judged by the first example whose JSON, if any, can be read."""
         for index in range(len(self)):
             try:
                 said = self.said(index) if self.has(index, _JSON) else {}
