@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.labs.answers import Check, Mistake
-from pellucid.labs.checks.tensors import diagnosis
+from pellucid.labs.checks.tensors import close, diagnosis
 from pellucid.models.lora_delta import LoRA, Product
 
 OUT, IN, RANK, BATCH = 48, 40, 4, 6
@@ -32,8 +32,7 @@ def engine(weight: Tensor, down: Tensor, up: Tensor, alpha: float, strength: flo
     return weight + LoRA(product=Product(up, down), factor=alpha / len(down)).weight(weight, strength)
 
 
-def near(got: Any, wanted: Tensor) -> bool:
-    return isinstance(got, Tensor) and got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-4, atol=1e-4)
+near = partial(close, tolerance=1e-4)
 
 
 def check_weight(answer: ModuleType) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from pellucid import scenes
 from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import close
 from pellucid.pipeline.request import Control
 
 CHANNELS = 6
@@ -55,10 +55,6 @@ def check_steered(answer: ModuleType) -> None:
                 slip if len(got) == len(wanted) and all(map(close, got, averaged)) else "is each scaled by the strength"
             )
             raise Mistake(f"steered must add each residual times {strength:g} to its skip; got other values: {hint}.")
-
-
-def close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
 
 
 def check_acts(answer: ModuleType) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from pellucid.labs.answers import Mistake
@@ -23,6 +24,12 @@ def tensor(got: object, wanted: Tensor, what: str) -> Tensor:
 def off(got: object, wanted: Tensor, what: str) -> float:
     """The largest difference from what is wanted."""
     return float((tensor(got, wanted, what).double() - wanted.double()).abs().max())
+
+
+def close(got: object, wanted: Tensor, tolerance: float = 1e-5) -> bool:
+    """Whether an answer is a tensor of the wanted shape and, within the tolerance, of the wanted values."""
+    same = isinstance(got, Tensor) and got.shape == wanted.shape
+    return same and torch.allclose(got.double(), wanted.double(), rtol=tolerance, atol=tolerance)
 
 
 def diagnosis(slips: Mapping[str, _T], fits: Callable[[_T], object], otherwise: str, words: str = "this is {}") -> str:
