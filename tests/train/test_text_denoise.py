@@ -290,6 +290,6 @@ def test_data_that_does_not_fit_is_named(parts: Path) -> None:
     task, given = task_of(parts), batch(4)
     with pytest.raises(PellucidError, match="caption"):
         task.prepare(replace(given, captions=None), Draws(0, 0, 4))
-    with pytest.raises(PellucidError, match=r"\(3, 16, 16\) or latents \(4, 8, 8\)"):
+    with pytest.raises(PellucidError, match=r"\(3, 16, 16\), or latents of \(4, 8, 8\)"):
         task.prepare(replace(given, images=torch.zeros(4, 3, 8, 8)), Draws(0, 0, 4))
     assert task.device == CPU

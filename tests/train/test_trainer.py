@@ -362,7 +362,7 @@ def test_other_targets_are_shipped_too(
     scheduler = json.loads((tmp_path / "run" / "model" / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["_class_name"] == kind
     assert scheduler.get("timestep_spacing", "leading") == "leading"
-    told = "shipped with the grid leading: diffusers' DDIM has no beta"
+    told = "saved with the grid leading: diffusers' DDIM has no beta"
     assert (told in caplog.text) == (sampling.get("grid") == "beta")
     pipe = pellucid.load(tmp_path / "run" / "model")
     assert pipe(seed=3, steps=2).images[0].size == (SIDE, SIDE)
