@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError
-from pellucid.train.bundle import Card, Parts, assemble
+from pellucid.train.bundle import BundleRuns, ModelCard, assemble
 
 HERE = Path(__file__).parent
 RUNS = {
@@ -43,11 +43,11 @@ def main() -> int:
     asked = words.parse_args()
     found = {part: asked.runs / name for part, name in RUNS.items() if (asked.runs / name / "model").is_dir()}
     earlier = {part: asked.runs / name for part, name in EARLIER.items() if (asked.runs / name / "model").is_dir()}
-    card = Card(HERE / "scenes_128_card.md", tuple(asked.figures), asked.hardware, earlier)
+    card = ModelCard(HERE / "scenes_128_card.md", tuple(asked.figures), asked.hardware, earlier)
     try:
         if "base" not in found:
             raise PellucidError(f"{asked.runs / RUNS['base']} must be a finished run; it is not.", "bundle-run")
-        sizes = assemble(Parts(**found), asked.out, card, overwrite=asked.overwrite)
+        sizes = assemble(BundleRuns(**found), asked.out, card, overwrite=asked.overwrite)
     except PellucidError as error:
         return trouble(error.code, str(error))
     for name, size in sizes.items():

@@ -46,7 +46,7 @@ from pellucid.pipeline.shelf import adapter_encoder, adapter_file
 from pellucid.scenes.grammar import Query
 from pellucid.scenes.reading import Reading
 from pellucid.scenes.sampling import OBJECTS
-from pellucid.scenes.scene import Scenes, Thing
+from pellucid.scenes.scene import SceneObject, Scenes
 from pellucid.scenes.words import STYLE_NAMES
 from pellucid.train.scenes_source import alone
 
@@ -322,7 +322,7 @@ class Likeness(NamedTuple):
     shape: bool
 
 
-def likeness(reading: Reading, thing: Thing) -> Likeness:
+def likeness(reading: Reading, thing: SceneObject) -> Likeness:
     """What of a thing is in an image."""
     pairs = [(one.colour, one.shape) for one in reading.objects]
     colours, shapes = [c for c, _ in pairs], [s for _, s in pairs]
@@ -505,13 +505,13 @@ def suite_table(found: dict[str, dict[str, Any]]) -> Table:
             rows.append(("VAE", "read right in all attributes", share_words(one["after"]), share_words(one["before"])))
         elif part == "image_text":
             rows.append(("image-text", "cosine", f"{one['right']:.3f}", f"{one['shuffled']:.3f}, another's caption"))
-            for key, words in (("by_picture", "caption found among 32"), ("by_text", "picture found among 32")):
+            for key, words in (("by_picture", "caption found among 32"), ("by_text", "image found among 32")):
                 rows.append(("image-text", words, share_words(one[key]), f"{100 / AMONG:.1f} % by chance"))
         else:
             both = [Estimate(**one[key]) for key in ("adapted", "base")]
             form, unit = ("{:.3f}".format, "") if part == "controlnet" else (percent, " %")
             rows.append((one["adapter"], one["figure"], *(estimate.words(form, unit) for estimate in both)))
-    note = "In brackets 95 % intervals. Without: the base from the same noise; for the VAE, the true images."
+    note = "Brackets are 95 % intervals. Without: the base from the same noise; for the VAE, the true images."
     return Table("Parts of the model", ("part", "figure", "with", "without"), tuple(rows), note)
 
 

@@ -73,7 +73,7 @@ def test_every_thing_that_is_asked_for_is_new_and_can_be_asked_for():
 
 
 def test_a_true_image_is_as_asked_and_another_is_not():
-    first, other = (scenes.Scene((scenes.Thing("heart", colour, "striped", radius=0.23),), "pale pink")
+    first, other = (scenes.Scene((scenes.SceneObject("heart", colour, "striped", radius=0.23),), "pale pink")
                     for colour in ("red", "blue"))  # fmt: skip
     rest = [first] * (len(demo.PROMPTS) - 1)
     for scene, right in ((first, True), (other, False)):

@@ -22,7 +22,7 @@ from pellucid.evidence.adherence.samples import ImageSettings, open_pipe
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.adherence.study import AdherenceConfig, AdherenceStudy, figures, shuffled
 from pellucid.evidence.statistics import Share
-from pellucid.scenes.scene import Scene, Scenes, Thing
+from pellucid.scenes.scene import Scene, SceneObject, Scenes
 
 CONFIG = AdherenceConfig("truth", prompts=40, making=ImageSettings(batch=16))
 
@@ -56,7 +56,9 @@ def test_what_was_not_asked_counts_nowhere() -> None:
 
 # Verdicts
 
-PAIR = Scene((Thing("star", "red", "solid", 0.25, 0.5, 0.11), Thing("square", "blue", "striped", 0.75, 0.5, 0.11)))
+PAIR = Scene(
+    (SceneObject("star", "red", "solid", 0.25, 0.5, 0.11), SceneObject("square", "blue", "striped", 0.75, 0.5, 0.11))
+)
 
 
 def verdict_of(shown: Scene, asked: Scene) -> Any:

@@ -115,7 +115,7 @@ def test_a_reference_is_carried_or_it_is_not() -> None:
 
 
 def test_colour_and_shape_must_be_of_one_object() -> None:
-    thing = scenes.Thing("star", "red")
+    thing = scenes.SceneObject("star", "red")
     both = scenes.Scene((replace(thing, colour="blue", x=0.25), replace(thing, shape="square", x=0.75)))
     (reading,) = scenes.read(scenes.render(scenes.Scenes.of([both])))
     assert suite.likeness(reading, thing) == (False, True, True)

@@ -12,7 +12,7 @@ import tiny_networks
 import torch
 
 from pellucid.interop.save import save_component
-from pellucid.train.bundle import Parts, assemble
+from pellucid.train.bundle import BundleRuns, assemble
 from pellucid.train.config import read
 from pellucid.train.controlnet import ControlNetConfig
 from pellucid.train.image_text import ImageTextConfig
@@ -107,5 +107,5 @@ def runs() -> dict[str, Path]:
 def bundles() -> Path:
     """A folder with the bundle `scenes-128` in it, made once; not to be changed."""
     folder = tiny.root() / "bundles"
-    assemble(Parts(**runs()), folder / NAME)
+    assemble(BundleRuns(**runs()), folder / NAME)
     return folder

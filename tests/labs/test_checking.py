@@ -182,7 +182,7 @@ def test_what_an_answer_writes_among_the_outcomes_is_an_error_and_never_a_pass(t
     own = "CHANNEL = [n for n in range(3, 99) if 'pipe:' in os.path.realpath(f'/proc/self/fd/{n}')]\n"
     found = answers.check(LAB, written(tmp_path, "import os\n" + own + writes))
     assert [one.verdict for one in found] == ["error"] * 4
-    assert [one.sentence for one in found] == ["the answer wrote where the checks tell their outcomes"] * 4
+    assert [one.sentence for one in found] == ["the answer wrote where the checks report their outcomes"] * 4
 
 
 @pytest.mark.usefixtures("light")

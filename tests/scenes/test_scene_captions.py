@@ -10,8 +10,8 @@ import torch
 from pellucid.core.errors import PellucidError
 from pellucid.scenes import (
     STYLE_NAMES,
+    ObjectQuery,
     Query,
-    Wanted,
     captions,
     described,
     parse,
@@ -117,11 +117,11 @@ def test_prompts_ask_for_what_training_never_saw():
 
 
 def test_captions_that_people_type():
-    star = Wanted("star", "red")
+    star = ObjectQuery("star", "red")
     assert parse("A red star.") == Query((star,))
     assert parse("a red star on a blue background").background == "pale blue"
     assert parse("an image of a big red star and an orange moon") == Query(
-        (Wanted("star", "red", size="large"), Wanted("crescent", "orange"))
+        (ObjectQuery("star", "red", size="large"), ObjectQuery("crescent", "orange"))
     )
     assert parse("a red star, a blue box and a pink ring in flat style").style == "flat"
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from scene_checks import misread, spoiled
 
 from pellucid.core.errors import PellucidError
-from pellucid.scenes import Query, Scene, Scenes, Thing, Wanted, described, grade, read, render, sample
+from pellucid.scenes import ObjectQuery, Query, Scene, SceneObject, Scenes, described, grade, read, render, sample
 from pellucid.scenes.grading import graded
 
 GENERATOR = torch.Generator()
@@ -86,7 +86,7 @@ def test_blends_of_two_scenes_are_unreadable():
 
 def test_a_strange_thing_is_unreadable_and_not_guessed():
     """A red scribble of no shape: its colour is read, its shape is not."""
-    image = render(Scenes.of([Scene((Thing("circle", "red", radius=0.02, x=0.02, y=0.02),))]))[0]
+    image = render(Scenes.of([Scene((SceneObject("circle", "red", radius=0.02, x=0.02, y=0.02),))]))[0]
     red = torch.tensor([0.85, 0.16, 0.19])[:, None, None] * 2 - 1
     image[:, 20:26, 20:100] = red
     image[:, 20:100, 60:66] = red
@@ -98,15 +98,15 @@ def test_a_strange_thing_is_unreadable_and_not_guessed():
 
 
 def test_two_of_one_colour_are_two():
-    one, other = Thing("star", "red", x=0.25, radius=0.11), Thing("ring", "red", x=0.7, radius=0.14)
+    one, other = SceneObject("star", "red", x=0.25, radius=0.11), SceneObject("ring", "red", x=0.7, radius=0.14)
     reading = read(render(Scenes.of([Scene((one, other))])))[0]
     assert sorted(seen.shape for seen in reading.objects) == ["ring", "star"]
     assert reading.readable
-    assert not graded(reading, Query((Wanted("star", "red", size="small"),))).right
+    assert not graded(reading, Query((ObjectQuery("star", "red", size="small"),))).right
 
 
 def test_four_of_one_colour_are_not_readable():
-    things = [Thing("circle", "blue", x=x, y=y, radius=0.1) for x in (0.2, 0.8) for y in (0.2, 0.8)]
+    things = [SceneObject("circle", "blue", x=x, y=y, radius=0.1) for x in (0.2, 0.8) for y in (0.2, 0.8)]
     pair = [render(Scenes.of([Scene(tuple(two))])) for two in (things[:2], things[2:])]
     reading = read(torch.minimum(*pair))[0]
     assert len(reading.objects) == 3
@@ -116,23 +116,26 @@ def test_four_of_one_colour_are_not_readable():
 def test_what_another_thing_divides_is_one():
     """Pieces of a thing touch what hides it."""
     for shape in ("cross", "star", "diamond", "crescent", "square"):
-        behind, front = Thing(shape, "green", radius=0.2), Thing("square", "pink", x=0.5, y=0.5, radius=0.11)
+        behind, front = (
+            SceneObject(shape, "green", radius=0.2),
+            SceneObject("square", "pink", x=0.5, y=0.5, radius=0.11),
+        )
         reading = read(render(Scenes.of([Scene((behind, front))])))[0]
         assert len(reading.objects) == 2, shape
 
 
 def test_own_captions_are_right_and_each_wrong_word_is_found():
-    star = Thing("star", "red", "striped", x=0.25, y=0.5, radius=0.165)
-    box = Thing("square", "blue", x=0.72, y=0.5, radius=0.11)
+    star = SceneObject("star", "red", "striped", x=0.25, y=0.5, radius=0.165)
+    box = SceneObject("square", "blue", x=0.72, y=0.5, radius=0.11)
     image = render(Scenes.of([Scene((star, box), "grey", "checkered")]))[0]
-    wanted = Wanted("star", "red", "striped", "medium"), Wanted("square", "blue", "solid", "small")
+    wanted = ObjectQuery("star", "red", "striped", "medium"), ObjectQuery("square", "blue", "solid", "small")
     query = Query(wanted, ((0, "left of", 1),), "grey", "checkered")
     assert grade(image, query)[0].right
     changed = {
-        "shape": Query((Wanted("heart", "red", "striped", "medium"), wanted[1])),
-        "colour": Query((Wanted("star", "pink", "striped", "medium"), wanted[1])),
-        "texture": Query((Wanted("star", "red", "dotted", "medium"), wanted[1])),
-        "size": Query((Wanted("star", "red", "striped", "large"), wanted[1])),
+        "shape": Query((ObjectQuery("heart", "red", "striped", "medium"), wanted[1])),
+        "colour": Query((ObjectQuery("star", "pink", "striped", "medium"), wanted[1])),
+        "texture": Query((ObjectQuery("star", "red", "dotted", "medium"), wanted[1])),
+        "size": Query((ObjectQuery("star", "red", "striped", "large"), wanted[1])),
         "relation": Query(wanted, ((0, "above", 1),)),
         "background": Query(wanted, (), "white"),
         "background kind": Query(wanted, (), "grey", "plain"),
@@ -146,9 +149,9 @@ def test_own_captions_are_right_and_each_wrong_word_is_found():
 
 
 def test_swapped_colours_are_wrong():
-    star, box = Thing("star", "red", x=0.25, radius=0.11), Thing("square", "blue", x=0.72, radius=0.11)
+    star, box = SceneObject("star", "red", x=0.25, radius=0.11), SceneObject("square", "blue", x=0.72, radius=0.11)
     image = render(Scenes.of([Scene((star, box))]))[0]
-    assert not grade(image, Query((Wanted("star", "blue"), Wanted("square", "red"))))[0].right
+    assert not grade(image, Query((ObjectQuery("star", "blue"), ObjectQuery("square", "red"))))[0].right
 
 
 def test_shuffled_captions_score_at_chance():
@@ -180,4 +183,4 @@ def test_bad_images(bad):
 
 def test_bad_grades():
     with pytest.raises(PellucidError, match="queries must be one for each of 2 images"):
-        grade(torch.zeros(2, 3, 32, 32), Query((Wanted("star", "red"),)))
+        grade(torch.zeros(2, 3, 32, 32), Query((ObjectQuery("star", "red"),)))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pellucid.core.errors import PellucidError
-from pellucid.scenes import STYLE_NAMES, Scene, Scenes, Thing, attributes, edges, render, sample, segmentation
+from pellucid.scenes import STYLE_NAMES, Scene, SceneObject, Scenes, attributes, edges, render, sample, segmentation
 from pellucid.scenes.painting import BACKGROUNDS, OBJECTS
 
 SOME = torch.arange(24)
@@ -32,14 +32,14 @@ def test_range_and_shape():
 
 
 def test_colours_are_those_of_the_palette():
-    scene = Scene((Thing("square", "teal", x=0.5, y=0.5, radius=0.2),), background="cream")
+    scene = Scene((SceneObject("square", "teal", x=0.5, y=0.5, radius=0.2),), background="cream")
     image = (render(Scenes.of([scene]), 64)[0] + 1) / 2
     torch.testing.assert_close(image[:, 32, 32], torch.tensor(OBJECTS["teal"]))
     torch.testing.assert_close(image[:, 2, 2], torch.tensor(BACKGROUNDS["cream"]))
 
 
 def test_later_things_cover_earlier_ones():
-    back, front = (Thing("circle", c, x=0.5, y=0.5, radius=r) for c, r in (("red", 0.24), ("blue", 0.11)))
+    back, front = (SceneObject("circle", c, x=0.5, y=0.5, radius=r) for c, r in (("red", 0.24), ("blue", 0.11)))
     scenes = Scenes.of([Scene((back, front)), Scene((front, back))])
     labels = segmentation(scenes, 64)
     assert labels[0, 32, 32] == 2
@@ -50,7 +50,7 @@ def test_later_things_cover_earlier_ones():
 
 def test_segmentation_area_is_the_shapes():
     """A circle's area, and a square's less its rounded corners: (2·0.9)² − (4 − π)·0.1²."""
-    scenes = Scenes.of([Scene((Thing(name, "red", radius=0.2),)) for name in ("circle", "square")])
+    scenes = Scenes.of([Scene((SceneObject(name, "red", radius=0.2),)) for name in ("circle", "square")])
     areas = (segmentation(scenes, 512) > 0).float().mean((1, 2))
     wanted = torch.tensor([torch.pi, 3.24 - (4 - torch.pi) * 0.01]) * 0.04
     torch.testing.assert_close(areas, wanted, rtol=3e-3, atol=0)
@@ -69,7 +69,7 @@ def test_edges_lie_where_labels_change():
 
 
 def test_edges_are_one_pixel_wide_and_antialiased():
-    scene = Scene((Thing("square", "red", x=0.5, y=0.5, radius=0.2),))
+    scene = Scene((SceneObject("square", "red", x=0.5, y=0.5, radius=0.2),))
     row = edges(Scenes.of([scene]), 128)[0, 0, 64]
     left = 0.5 * 128 - 0.9 * 0.2 * 128 - 0.5  # where the outline crosses, counted in pixels' middles
     want = (1 - (torch.arange(128) - left).abs()).clamp(min=0)

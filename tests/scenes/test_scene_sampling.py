@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pellucid.core.errors import PellucidError
-from pellucid.scenes import Scene, Scenes, Thing, held_out, render, sample, sampling
+from pellucid.scenes import Scene, SceneObject, Scenes, held_out, render, sample, sampling
 from pellucid.scenes.relations import NARROW, holding, shared
 from pellucid.scenes.scene import PLACE_CUTS, RADII, SIZE_CUTS
 from pellucid.scenes.shapes import halves
@@ -96,11 +96,11 @@ def test_what_crosses_is_in_front_or_inside_and_leaves_enough_to_see():
 
 
 def test_relations_by_hand():
-    left = Thing("circle", "red", x=0.25, y=0.5, radius=0.11)
-    right = Thing("square", "blue", x=0.7, y=0.55, radius=0.11)
-    near = Thing("square", "blue", x=0.5, y=0.5, radius=0.11)
-    low = Thing("star", "green", x=0.25, y=0.85, radius=0.11)
-    large = Thing("circle", "teal", x=0.5, y=0.5, radius=0.23)
+    left = SceneObject("circle", "red", x=0.25, y=0.5, radius=0.11)
+    right = SceneObject("square", "blue", x=0.7, y=0.55, radius=0.11)
+    near = SceneObject("square", "blue", x=0.5, y=0.5, radius=0.11)
+    low = SceneObject("star", "green", x=0.25, y=0.85, radius=0.11)
+    large = SceneObject("circle", "teal", x=0.5, y=0.5, radius=0.23)
     cases = {
         (left, right): {"left of"},
         (right, left): {"right of"},
@@ -171,4 +171,4 @@ def test_bad_input(change, code):
 @pytest.mark.parametrize("bad", [{"shape": "blob"}, {"colour": "mauve"}, {"texture": "furry"}, {"radius": 0.0}])
 def test_bad_things(bad):
     with pytest.raises(PellucidError):
-        Thing(**{"shape": "star", "colour": "red", **bad})
+        SceneObject(**{"shape": "star", "colour": "red", **bad})

@@ -233,7 +233,7 @@ def test_the_pipeline_is_drawn_when_its_tab_is_opened(page: Any) -> None:
 
 def test_the_doctor_finds_what_is_wrong_in_a_config(page: Any) -> None:
     tab(page, "Doctor")
-    page.get_by_label("a config, pasted or sent").check()
+    page.get_by_label("a config, pasted or uploaded").check()
     config = '{"_class_name": "DDIMScheduler", "prediction_type": "epsilon", "rescale_betas_zero_snr": true}'
     page.fill("#doctor-config textarea", config)
     page.click("#doctor-go")

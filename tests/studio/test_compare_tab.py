@@ -19,7 +19,7 @@ from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import read_png, read_sheet
 from pellucid.studio import compare_tab, comparison, form, visitors
 from pellucid.studio.compare_tab import CompareTab, SheetNews
-from pellucid.studio.comparison import ComparisonResult, Half, Pair
+from pellucid.studio.comparison import ComparisonNews, ComparisonResult, SideJob
 from pellucid.studio.form import Form, Shelf
 from pellucid.studio.generate_tab import RunResult, StepNews
 from pellucid.studio.visitors import Job, Session, Sessions
@@ -67,10 +67,10 @@ def test_the_first_step_that_differs_is_named_with_its_cause(pipe: Pipeline, ses
     done = compared(pipe, session, replace(A, sampler="dpmpp_2m"))
     assert done.found.first is not None
     assert (done.found.first.step, done.found.first.cause) == (1, "plan")
-    assert comparison.headline(done) == "They part at step 2 of 4, by plan."
+    assert comparison.headline(done) == "They diverge at step 2 of 4, by plan."
     shown = comparison.film(done.film)
     assert shown.count('class="first"') == 1
-    assert shown.index("step 2") < shown.index("they part here") < shown.index("step 3")
+    assert shown.index("step 2") < shown.index("they diverge here") < shown.index("step 3")
     assert [column.step for column in done.film if column.first] == [1]
     verdict = comparison.verdict(done)
     assert "name of the plan: ddim → dpmpp_2m" in verdict
@@ -123,9 +123,9 @@ def test_both_sides_are_told_together(pipe: Pipeline, session: Session) -> None:
     job = Job()
     comparison.run(pipe, (A, A), session, job)
     news = []
-    while not job.told.empty():
-        news.append(job.told.get())
-    assert all(isinstance(one, Pair) for one in news)
+    while not job.reports.empty():
+        news.append(job.reports.get())
+    assert all(isinstance(one, ComparisonNews) for one in news)
     assert [one.part for one in news] == sorted(one.part for one in news)
     assert isinstance(news[0].a, StepNews)
     assert news[0].b is None
@@ -137,13 +137,13 @@ def test_both_sides_are_told_together(pipe: Pipeline, session: Session) -> None:
 def test_what_cannot_be_planned_is_refused_before_anything_runs(pipe: Pipeline, session: Session) -> None:
     job = Job()
     assert code_of(comparison.run, pipe, (A, replace(A, steps=0)), session, job) == "steps"
-    assert job.told.empty()
+    assert job.reports.empty()
     assert list(session.folder.iterdir()) == []
 
 
 def test_cancel_stops_both(pipe: Pipeline, session: Session) -> None:
     job = Job()
-    half = Half(job, [None, None], 0)
+    half = SideJob(job, [None, None], 0)
     assert not half.cancelled()
     job.cancel()
     assert half.cancelled()
@@ -161,8 +161,8 @@ def test_a_sheet_fills_and_carries_its_recipe(pipe: Pipeline, session: Session) 
     assert (axes, recipe.steps, recipe.seed) == ("steps=1,2 x guidance=1,3,20", 1, 7)
     assert any("may burn colours" in note for note in drawn.notes)
     news = []
-    while not job.told.empty():
-        news.append(job.told.get())
+    while not job.reports.empty():
+        news.append(job.reports.get())
     assert [len(one.images) for one in news] == sorted(len(one.images) for one in news)
     assert (news[-1].calls, news[-1].of, len(news[-1].images)) == (9, 9, 6)
     assert news[0].words.startswith("cell 1 of 6 · call 1 of 9")
@@ -224,7 +224,7 @@ def test_the_page_shows_both_and_keeps_their_traces(tab: CompareTab, session: Se
     shown, said, file_a, file_b, verdict, film, _, plans, ran = last
     assert shown.count("<img") == 2
     assert "done in" in said
-    assert "They part at step 2 of 4, by plan." in verdict
+    assert "They diverge at step 2 of 4, by plan." in verdict
     assert film.count("<img") == 2 * 4
     assert "<table" in plans
     assert ran in session.runs

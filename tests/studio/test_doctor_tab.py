@@ -55,8 +55,8 @@ def test_a_model_is_read_without_its_weights(tmp_path: Path) -> None:
     assert report.checked
     assert any("weights were not asked for" in why for _, why in report.skipped)
     assert report.verdict == "no fault found; NOT checked: target, schedule"
-    assert job.told.get() == ("opening …", 0.0)
-    assert job.told.get()[0].startswith("1 of ")
+    assert job.reports.get() == ("opening …", 0.0)
+    assert job.reports.get()[0].startswith("1 of ")
 
 
 def test_the_weights_are_run_where_they_are_asked_for(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_images(tmp_path: Path) -> None:
     [
         (DoctorForm(MODEL, None), "model must be a folder"),
         (DoctorForm(MODEL, "missing"), "model must be a folder"),
-        (DoctorForm(CONFIG), "config must be pasted, or sent"),
+        (DoctorForm(CONFIG), "config must be pasted, or uploaded"),
         (DoctorForm(CONFIG, pasted='{"_class_name": '), "config must be JSON"),
         (DoctorForm(CONFIG, pasted="[" * 100_000), "config must be nested at most 64 deep"),
         (DoctorForm(CONFIG, pasted="[1]"), "config must be a JSON object"),

@@ -77,7 +77,7 @@ def test_time_is_measured_and_told() -> None:
     found = tab.timed(inspect(folder(), ASKED), folder(), ASKED, "cpu", job)
     assert found.times is not None
     assert "the whole run on cpu, measured" in tab.overview(found)
-    words, part = job.told.get()
+    words, part = job.reports.get()
     assert words.startswith("timing, row 1 of ")
     assert 0 < part < 1
 

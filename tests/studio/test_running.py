@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,10 @@ def pipe(small: Path) -> Pipeline:
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
     return Session(tmp_path)
+
+
+def follow(pipe: Pipeline, form: Form, session: Session, tab: str) -> Iterator[Any]:
+    return session.follow(tab, lambda job: generate_tab.run(pipe, form, session, job))
 
 
 # Jobs
@@ -77,7 +82,7 @@ def test_work_stops_when_its_follower_goes_away() -> None:
 def test_a_run_shows_its_moments_and_leaves_a_image_with_its_recipe_and_a_trace(
     pipe: Pipeline, session: Session
 ) -> None:
-    *moments, made = generate_tab.follow(pipe, SETUP, session, "generate")
+    *moments, made = follow(pipe, SETUP, session, "generate")
     assert isinstance(made, RunResult)
     assert all(isinstance(moment, StepNews) for moment in moments)
     assert moments[-1].step == moments[-1].steps == 4
@@ -93,7 +98,7 @@ def test_a_run_shows_its_moments_and_leaves_a_image_with_its_recipe_and_a_trace(
 
 
 def test_a_cancelled_run_ends_at_its_next_step(pipe: Pipeline, session: Session) -> None:
-    follower = generate_tab.follow(pipe, Form(prompt="x", steps=400), session, "generate")
+    follower = follow(pipe, Form(prompt="x", steps=400), session, "generate")
     next(follower)
     session.cancel("generate")
     with pytest.raises(Cancelled):
@@ -101,9 +106,9 @@ def test_a_cancelled_run_ends_at_its_next_step(pipe: Pipeline, session: Session)
 
 
 def test_a_second_run_of_a_tab_stops_the_first(pipe: Pipeline, session: Session) -> None:
-    first = generate_tab.follow(pipe, Form(prompt="x", steps=400), session, "generate")
+    first = follow(pipe, Form(prompt="x", steps=400), session, "generate")
     next(first)
-    *_, made = generate_tab.follow(pipe, SETUP, session, "generate")
+    *_, made = follow(pipe, SETUP, session, "generate")
     assert isinstance(made, RunResult)
     with pytest.raises(Cancelled):
         list(first)
@@ -111,13 +116,11 @@ def test_a_second_run_of_a_tab_stops_the_first(pipe: Pipeline, session: Session)
 
 def test_two_people_get_the_images_that_one_would(pipe: Pipeline, tmp_path: Path) -> None:
     one = Session(tmp_path)
-    alone = [list(generate_tab.follow(pipe, setup(seed), one, "a"))[-1].image for seed in (1, 2)]
+    alone = [list(follow(pipe, setup(seed), one, "a"))[-1].image for seed in (1, 2)]
     sessions = [Session(tmp_path / name) for name in ("one", "two")]
     for session in sessions:
         session.folder.mkdir()
-    both = [
-        generate_tab.follow(pipe, setup(seed), session, "a") for seed, session in zip((1, 2), sessions, strict=True)
-    ]
+    both = [follow(pipe, setup(seed), session, "a") for seed, session in zip((1, 2), sessions, strict=True)]
     for follower in both:
         next(follower)  # both are under way
     together = [list(follower)[-1].image for follower in both]

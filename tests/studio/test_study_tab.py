@@ -86,7 +86,7 @@ def test_a_wish_becomes_a_study_within_bounds() -> None:
         ({"prompts": "a\n" * 100}, "prompts must be at most 64"),
         ({"prompts": "a\n" * 60, "seeds": 16}, "prompts × images must be at most 256"),
         ({"yardstick": 5}, "converged_steps must be at least twice"),
-        ({"yardstick": None}, "steps of the yardstick must be a whole number"),
+        ({"yardstick": None}, "steps of the converged images must be a whole number"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], start: str) -> None:

@@ -50,7 +50,7 @@ def test_ticks_tell_how_far_it_is_and_end_what_is_cancelled() -> None:
     tick = job.ticks(4, "part")
     tick()
     tick(2)
-    assert [job.told.get(), job.told.get()] == [("part 1 of 4", 0.25), ("part 3 of 4", 0.75)]
+    assert [job.reports.get(), job.reports.get()] == [("part 1 of 4", 0.25), ("part 3 of 4", 0.75)]
     job.cancel()
     with pytest.raises(Cancelled):
         tick()

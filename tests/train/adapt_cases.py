@@ -22,7 +22,7 @@ from pellucid.train.controlnet import ControlNetConfig
 from pellucid.train.draws import Draws
 from pellucid.train.ip_adapter import IPAdapterConfig
 from pellucid.train.lora import LoraConfig
-from pellucid.train.objective import Grades
+from pellucid.train.objective import BatchLoss
 from pellucid.train.source import Batch
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def draws(step: int = 0, batch: int = COUNT, **part: int) -> Draws:
     return Draws(seed=5, step=step, batch=batch, **part)
 
 
-def loss_of(one: AdapterTask, network: nn.Module | None = None, step: int = 0) -> Grades:
+def loss_of(one: AdapterTask, network: nn.Module | None = None, step: int = 0) -> BatchLoss:
     """The loss on the four examples with the chance of a step."""
     return one.loss(one.network if network is None else network, one.prepare(examples(), draws(step)))
 

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
+_T = TypeVar("_T")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["rank_worker"])
 PATIENCE = 60.0  # seconds until a rank that hangs says where, and ends
@@ -54,6 +56,14 @@ def wait(processes: list[BaseProcess]) -> list[int | None]:
 
 def run(world: int, job: Callable[..., Any], *args: Any, says: Path | None = None) -> list[int | None]:
     return wait(start(world, job, *args, says=says))
+
+
+def from_all(value: _T) -> list[_T]:
+    """In a rank: the value of every rank, in their order."""
+    held = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(held, value)
+    return held
 
 
 def enter(rank: int, world: int, port: int, job: Callable[..., Any], args: tuple[Any, ...], says: Path | None) -> None:

@@ -16,7 +16,7 @@ import pellucid
 from pellucid import Lora
 from pellucid.models import lora
 from pellucid.pipeline.encoders.text import encode_prompts
-from pellucid.train.lora import ATTENTION, FILE, LoraConfig, LoraNetwork, LowRank, chosen_layers
+from pellucid.train.lora import ATTENTION, FILE, LoraConfig, LoraNetwork, LowRankUpdate, chosen_layers
 
 STRONG = 4.0  # so that a product of two small matrices is seen beside the base
 SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1, "guidance": 3.0}
@@ -124,7 +124,7 @@ def test_matrices_start_at_no_change_and_of_the_rank() -> None:
     network = cases.task("lora").network
     assert isinstance(network, LoraNetwork)
     for change in network.changes.values():
-        assert isinstance(change, LowRank)
+        assert isinstance(change, LowRankUpdate)
         assert change.up.weight.abs().sum() == 0
         assert change.down.weight.abs().sum() > 0
         assert change.down.weight.shape[0] == change.up.weight.shape[1] == 4

@@ -11,7 +11,7 @@ import torch
 
 import pellucid
 from pellucid.models.vae import to_diffusion
-from pellucid.train.adapters import AdapterObjectiveConfig, Base
+from pellucid.train.adapters import AdapterObjectiveConfig, FrozenPipeline
 from pellucid.train.config import TrainConfig, chosen
 from pellucid.train.controlnet import ControlNetConfig
 from pellucid.train.draws import Draws
@@ -48,7 +48,7 @@ def test_what_is_asked_depends_on_the_draws_alone_and_parts_make_the_whole(kind:
 
 
 def test_latents_are_the_pipelines_and_cached_ones_are_taken_as_they_are() -> None:
-    base, draws = Base(cases.base(), "float32", cases.CPU), cases.draws()
+    base, draws = FrozenPipeline(cases.base(), "float32", cases.CPU), cases.draws()
     found = base.latents(cases.examples().images, draws)
     vae = pellucid.load(cases.base()).components.vae
     posterior = vae.encode(cases.examples().images)
@@ -63,7 +63,7 @@ def test_text_is_what_the_pipeline_tells(name: str) -> None:
     from pellucid.pipeline.encoders.conditions import make_conditions
     from pellucid.pipeline.request import Request
 
-    base, pipe = Base(cases.base(name), "float32", cases.CPU), pellucid.load(cases.base(name))
+    base, pipe = FrozenPipeline(cases.base(name), "float32", cases.CPU), pellucid.load(cases.base(name))
     told = make_conditions(pipe.components, Request(prompt=list(cases.WORDS)), (16, 16), 1.0, True)
     assert told.uncond is not None
     for without, wanted in ((False, told.cond), (True, told.uncond)):
@@ -83,7 +83,7 @@ def test_sdxl_bases_are_trained_too(kind: str) -> None:
 
 
 def test_the_objective_is_the_bases_own_unless_it_is_overruled() -> None:
-    parts = Base(cases.base("sd2"), "float32", cases.CPU).parts
+    parts = FrozenPipeline(cases.base("sd2"), "float32", cases.CPU).parts
     own = AdapterObjectiveConfig().build(parts)
     assert (own.schedule, own.target) == (parts.schedule, "v")
     other = AdapterObjectiveConfig(schedule={"name": "linear"}, target="eps", dropout=0.3).build(parts)
@@ -92,7 +92,7 @@ def test_the_objective_is_the_bases_own_unless_it_is_overruled() -> None:
 
 
 def test_long_captions_are_cut_and_long_runs_go_on() -> None:
-    base = Base(cases.base(), "float32", cases.CPU)
+    base = FrozenPipeline(cases.base(), "float32", cases.CPU)
     room = base.text[0].tokenizer.room
     long = " ".join("a" for _ in range(room + 5))
     assert torch.equal(base.tokens([long]), base.tokens([" ".join("a" for _ in range(room))]))

@@ -22,7 +22,7 @@ from pellucid import PellucidError
 from pellucid.interop.source import load_image_encoder
 from pellucid.pipeline.shelf import adapter_encoder
 from pellucid.train import bundle
-from pellucid.train.bundle import Card, Parts, assemble
+from pellucid.train.bundle import BundleRuns, ModelCard, assemble
 from pellucid.train.config import TrainConfig
 from pellucid.train.kinds import TASKS
 
@@ -31,8 +31,8 @@ PROMPT = "a large red star on a white background"
 
 
 @pytest.fixture
-def parts() -> Parts:
-    return Parts(**tiny_bundle.runs())
+def parts() -> BundleRuns:
+    return BundleRuns(**tiny_bundle.runs())
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def refusal(call: object, *args: object, **kwargs: object) -> tuple[str, str]:
 # --- what is written ----------------------------------------------------------------------------------------------
 
 
-def test_every_weight_is_that_of_its_run_in_float16(parts: Parts, made: Path) -> None:
+def test_every_weight_is_that_of_its_run_in_float16(parts: BundleRuns, made: Path) -> None:
     runs = parts.given()
     places = {
         **{part: runs["base"] / "model" / part for part in ("unet", "vae", "text_encoder")},
@@ -76,7 +76,7 @@ def test_every_weight_is_that_of_its_run_in_float16(parts: Parts, made: Path) ->
         assert (made / path).stat().st_mode & 0o777 == 0o644  # others may read it
 
 
-def test_the_dit_shares_the_parts_of_the_base_and_is_a_pipeline_of_its_own(parts: Parts, made: Path) -> None:
+def test_the_dit_shares_the_parts_of_the_base_and_is_a_pipeline_of_its_own(parts: BundleRuns, made: Path) -> None:
     """Loaded from the bundle it is what its run saved whole, rounded to float16."""
     held = {path.name for path in (made / "dit").iterdir()}
     assert held == {"model_index.json", "transformer", "scheduler"}
@@ -92,7 +92,7 @@ def test_the_dit_shares_the_parts_of_the_base_and_is_a_pipeline_of_its_own(parts
 
 
 def test_the_ip_adapter_shares_the_eyes_of_the_image_text_encoder_if_they_are_the_same(
-    parts: Parts, made: Path, tmp_path: Path
+    parts: BundleRuns, made: Path, tmp_path: Path
 ) -> None:
     """Whichever way, what it sees with is what it was trained with, rounded to float16."""
     trained = load_image_encoder(parts.given()["ip_adapter"] / "model" / "image_encoder", dtype="float16").state_dict()
@@ -110,7 +110,7 @@ def test_the_ip_adapter_shares_the_eyes_of_the_image_text_encoder_if_they_are_th
     tensors["visual_projection.weight"][0, 0] += 0.01
     save_file(tensors, other / "model" / "model.safetensors", {"format": "pt"})
     for name, judge in (("another", other), ("none", None)):
-        assemble(Parts(parts.base, ip_adapter=parts.ip_adapter, image_text=judge), tmp_path / name)
+        assemble(BundleRuns(parts.base, ip_adapter=parts.ip_adapter, image_text=judge), tmp_path / name)
         held = {path.name for path in (tmp_path / name / "ip_adapter").iterdir()}
         assert held == {"ip_adapter.safetensors", "image_encoder"}
         assert sees_as_trained(tmp_path / name)
@@ -155,7 +155,7 @@ def test_diffusers_opens_the_dit_with_the_parts_of_the_base(made: Path) -> None:
     assert all(torch.equal(mine[name].float(), theirs[name].float()) for name in mine)
 
 
-def test_the_same_runs_make_the_same_bytes(parts: Parts, made: Path, tmp_path: Path) -> None:
+def test_the_same_runs_make_the_same_bytes(parts: BundleRuns, made: Path, tmp_path: Path) -> None:
     card = write_card(tmp_path)
     for name in ("one", "two"):
         assemble(parts, tmp_path / name, card)
@@ -164,8 +164,8 @@ def test_the_same_runs_make_the_same_bytes(parts: Parts, made: Path, tmp_path: P
     assert {**files(made), "README.md": one["README.md"]} == one
 
 
-def test_parts_that_are_not_given_are_left_out(parts: Parts, tmp_path: Path) -> None:
-    sizes = assemble(Parts(parts.base, lora=parts.lora), tmp_path / "small")
+def test_parts_that_are_not_given_are_left_out(parts: BundleRuns, tmp_path: Path) -> None:
+    sizes = assemble(BundleRuns(parts.base, lora=parts.lora), tmp_path / "small")
     assert list(sizes) == ["base", "lora"]
     assert sum(sizes.values()) == sum(len(held) for held in files(tmp_path / "small").values())
     top = {path.name for path in (tmp_path / "small").iterdir()}
@@ -177,7 +177,7 @@ def test_parts_that_are_not_given_are_left_out(parts: Parts, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("limit", "what"), [("_MOST_BASE", "base"), ("_MOST_ALL", "bundle")])
 def test_too_many_bytes_are_refused_and_leave_nothing(
-    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, what: str
+    parts: BundleRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, what: str
 ) -> None:
     monkeypatch.setattr(bundle, limit, 100_000)
     code, words = refusal(assemble, parts, tmp_path / "new")
@@ -186,7 +186,7 @@ def test_too_many_bytes_are_refused_and_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_older_bundle_stays_when_the_new_one_fails(parts: Parts, tmp_path: Path, made: Path) -> None:
+def test_an_older_bundle_stays_when_the_new_one_fails(parts: BundleRuns, tmp_path: Path, made: Path) -> None:
     old = Path(shutil.copytree(made, tmp_path / "old"))
     assert refusal(assemble, parts, old)[0] == "save"  # not without overwrite
     broken = copied(parts.given()["lora"], tmp_path / "runs")
@@ -195,11 +195,11 @@ def test_an_older_bundle_stays_when_the_new_one_fails(parts: Parts, tmp_path: Pa
     refusal(assemble, replace(parts, lora=broken), old, overwrite=True)
     assert files(old) == before
     assert {path.name for path in tmp_path.iterdir()} == {"old", "runs"}
-    assemble(Parts(parts.base), old, overwrite=True)
+    assemble(BundleRuns(parts.base), old, overwrite=True)
     assert not (old / "lora").exists()
 
 
-def test_parts_that_do_not_belong_together(parts: Parts, tmp_path: Path) -> None:
+def test_parts_that_do_not_belong_together(parts: BundleRuns, tmp_path: Path) -> None:
     def changed(run: Path, part: str) -> Path:
         run = copied(run, tmp_path / f"{run.name}-{part or 'model'}")
         (path,) = (run / "model" / part).glob("*.safetensors")
@@ -229,12 +229,12 @@ def test_parts_that_do_not_belong_together(parts: Parts, tmp_path: Path) -> None
         ("image_text", "vae", "bundle-part"),
     ],
 )
-def test_a_run_of_something_else(parts: Parts, tmp_path: Path, part: str, run: str, code: str) -> None:
+def test_a_run_of_something_else(parts: BundleRuns, tmp_path: Path, part: str, run: str, code: str) -> None:
     assert refusal(assemble, replace(parts, vae=None, **{part: parts.given()[run]}), tmp_path / "new")[0] == code
     assert not (tmp_path / "new").exists()
 
 
-def test_a_run_that_is_not_finished_and_weights_beyond_float16(parts: Parts, tmp_path: Path) -> None:
+def test_a_run_that_is_not_finished_and_weights_beyond_float16(parts: BundleRuns, tmp_path: Path) -> None:
     assert refusal(assemble, replace(parts, dit=tmp_path), tmp_path / "new")[0] == "bundle-run"
     wide = copied(parts.given()["controlnet"], tmp_path)
     path = wide / "model" / "diffusion_pytorch_model.safetensors"
@@ -248,15 +248,15 @@ def test_a_run_that_is_not_finished_and_weights_beyond_float16(parts: Parts, tmp
 # --- the card -----------------------------------------------------------------------------------------------------
 
 
-def write_card(folder: Path, text: str = "# A\n$sizes\n$runs\n$figures\n$recipes\n") -> Card:
+def write_card(folder: Path, text: str = "# A\n$sizes\n$runs\n$figures\n$recipes\n") -> ModelCard:
     (folder / "card.md").write_text(text, encoding="utf-8")
     found = {"one object": {"right": 0.951, "interval": [0.93, 0.97]}, "images": 1000}
     (folder / "prompt_adherence.json").write_text(json.dumps(found), encoding="utf-8")
-    return Card(folder / "card.md", (folder / "prompt_adherence.json",), "one GPU")
+    return ModelCard(folder / "card.md", (folder / "prompt_adherence.json",), "one GPU")
 
 
-def test_the_card_says_sizes_times_figures_and_recipes(parts: Parts, tmp_path: Path) -> None:
-    sizes = assemble(Parts(parts.base, parts.vae), tmp_path / "new", write_card(tmp_path))
+def test_the_card_says_sizes_times_figures_and_recipes(parts: BundleRuns, tmp_path: Path) -> None:
+    sizes = assemble(BundleRuns(parts.base, parts.vae), tmp_path / "new", write_card(tmp_path))
     card = (tmp_path / "new" / "README.md").read_text("utf-8")
     assert sizes["base"] > len(card)
     assert re.search(r"^\| base \| [\d.]+ M \| 40 \| 8 \| 0\.00 \| 0\.3 \| 0\.025 \|$", card, re.M)  # 20 seconds
@@ -268,13 +268,13 @@ def test_the_card_says_sizes_times_figures_and_recipes(parts: Parts, tmp_path: P
     assert [recipe["task"]["kind"] for recipe in recipes] == ["scenes_text_unet_layout", "scenes_vae"]
 
 
-def test_templates_and_files_that_cannot_be(parts: Parts, tmp_path: Path) -> None:
+def test_templates_and_files_that_cannot_be(parts: BundleRuns, tmp_path: Path) -> None:
     odd = write_card(tmp_path, "costs $5 and $other")
     assert refusal(assemble, parts, tmp_path / "new", odd)[0] == "card-template"
-    assert refusal(assemble, parts, tmp_path / "new", Card(tmp_path / "none.md"))[0] == "card-file"
+    assert refusal(assemble, parts, tmp_path / "new", ModelCard(tmp_path / "none.md"))[0] == "card-file"
     bare = copied(parts.base, tmp_path)
     (bare / "log.jsonl").unlink()
-    assert refusal(assemble, Parts(bare), tmp_path / "new", write_card(tmp_path))[0] == "card-file"
+    assert refusal(assemble, BundleRuns(bare), tmp_path / "new", write_card(tmp_path))[0] == "card-file"
     assert not (tmp_path / "new").exists()
 
 
@@ -294,7 +294,7 @@ def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_script_makes_the_bundle_of_the_runs(
-    parts: Parts, made: Path, tmp_path: Path, script: Callable[..., tuple[int, str, str]]
+    parts: BundleRuns, made: Path, tmp_path: Path, script: Callable[..., tuple[int, str, str]]
 ) -> None:
     code, out, err = script("--runs", str(parts.base.parent), "--out", str(tmp_path / "new"), "--hardware", "a CPU")
     assert (code, err) == (0, "")

@@ -96,7 +96,7 @@ def count_a_run(folder: Path, changes: dict[str, Any], words: Path | None = None
         assert seen.found == told(expected, log=True)
         held, said = weighed(trainer), {row.what.split(", whole")[0]: row.per_rank for row in expected.held}
         for what, size in held.items():
-            most = int(max(ranks.gather(torch.tensor([size]))))
+            most = max(crew.from_all(size))
             if what != "gradients" or config.engine.accumulate == 1:  # afterwards they are shards again
                 assert most == said[what], (what, most, said[what])
     return 0

@@ -45,7 +45,7 @@ def test_images_come_in_the_order_of_their_paths(tmp_path: Path) -> None:
     batch = source.batch(asked(3, 0), plain(2))
     assert torch.equal(batch.images, torch.stack([pixels(3), pixels(0)]))
     assert (batch.labels, batch.captions, dict(batch.hints)) == (None, None, {})
-    assert source.skipped == 0
+    assert len(source.unreadable) == 0
 
 
 def test_folders_are_classes_if_all_lie_equally_deep(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_every_damaged_image_is_named_once_and_replaced_by_the_next(tmp_path: Pa
             batch = source.batch(torch.arange(len(source)), plain(len(source)))
     for index in bad:  # the next in the order of files is a good one: they alternate
         assert torch.equal(batch.images[index], batch.images[(index + 1) % len(source)])
-    assert source.skipped == len(bad)
+    assert len(source.unreadable) == len(bad)
     assert sorted(source.unreadable) == [names[i] for i in bad]
     told = [record.getMessage() for record in caplog.records]
     assert sorted(line.split(": ")[0] for line in told) == [f"skipped {names[i]}" for i in bad]
@@ -259,7 +259,7 @@ def test_a_image_that_goes_away_is_skipped(tmp_path: Path) -> None:
     source = ImageFolder(good_folder(tmp_path, 3), 24)
     (tmp_path / "001.png").unlink()
     assert torch.equal(source.batch(asked(1), plain(1)).images[0], pixels(2))
-    assert source.skipped == 1
+    assert len(source.unreadable) == 1
 
 
 def test_a_file_beyond_bounds_is_skipped_and_no_room_is_made_for_it(tmp_path: Path) -> None:

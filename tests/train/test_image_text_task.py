@@ -21,7 +21,7 @@ from pellucid.core.errors import PellucidError
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.pipeline.encoders.image_inputs import clip_pixels
 from pellucid.train.draws import Draws
-from pellucid.train.image_text import ImageTextConfig, ImageTextTask, Pair, clip_scaled, contrastive
+from pellucid.train.image_text import ImageTextConfig, ImageTextTask, TrainableCLIP, clip_scaled, contrastive
 from pellucid.train.source import Batch
 
 
@@ -94,7 +94,7 @@ def test_logits_are_not_rounded_to_the_precision_of_the_networks() -> None:
 
 def test_the_scale_has_a_ceiling(words: Path, tmp_path: Path) -> None:
     task = task_of(words, most_scale=20.0)
-    assert isinstance(task.network, Pair)
+    assert isinstance(task.network, TrainableCLIP)
     start = task.network(**asked(task, 2))[2]
     assert torch.allclose(start, torch.tensor(1 / 0.07), rtol=1e-5)
     with torch.no_grad():

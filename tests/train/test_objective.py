@@ -16,7 +16,7 @@ from pellucid import Level, PellucidError, denoiser, schedules
 from pellucid.core import target as targets
 from pellucid.train.config import read
 from pellucid.train.draws import Draws
-from pellucid.train.objective import WEIGHTINGS, ByLevel, Grades, Objective, Times, Weighting, dropped
+from pellucid.train.objective import WEIGHTINGS, BatchLoss, ByLevel, Objective, Times, Weighting, dropped
 
 CASES = [
     ("linear", "eps"),
@@ -215,7 +215,7 @@ def test_dropout_takes_the_condition_of_its_share() -> None:
 def test_errors_by_level() -> None:
     bins = ByLevel(-2, 2, 4)
     lam = torch.tensor([-5.0, -1.5, 0.5, 0.6, 9.0])
-    bins.add(Grades(torch.tensor(0.0), torch.tensor([1.0, 3.0, 2.0, 4.0, 8.0]), lam))
+    bins.add(BatchLoss(torch.tensor(0.0), torch.tensor([1.0, 3.0, 2.0, 4.0, 8.0]), lam))
     assert [(r["lam"], r["count"], r["mean"]) for r in bins.rows()] == [(-1.5, 2, 2.0), (0.5, 2, 3.0), (1.5, 1, 8.0)]
     assert bins.rows()[0]["std"] == pytest.approx(1.0)
 
@@ -235,7 +235,7 @@ def test_only_the_first_batch_sends_its_bins_to_the_errors() -> None:
     counts = []
     for _ in range(3):
         with Watch():
-            bins.add(Grades(there[0], there, there))
+            bins.add(BatchLoss(there[0], there, there))
         counts.append(len(sent))
     assert counts == [2, 2, 2]
 

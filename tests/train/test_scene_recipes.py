@@ -17,7 +17,7 @@ from pellucid.interop.components import KINDS
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models.clip import CLIPTextEncoder
 from pellucid.pipeline.load import load
-from pellucid.train.bundle import Card, Parts, assemble
+from pellucid.train.bundle import BundleRuns, ModelCard, assemble
 from pellucid.train.config import TrainConfig, chosen, to_plain
 from pellucid.train.initial import fresh
 from pellucid.train.kinds import TASKS
@@ -70,8 +70,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, in
             (run / "config.json").write_text(json.dumps({"config": to_plain(config)}), "utf-8")
             (run / "log.jsonl").write_text('{"step": 1, "images": 1, "loss": 1.0, "images_per_s": 1.0}', "utf-8")
         runs = runpy.run_path(str(RECIPES / "make_bundle.py"))["RUNS"]
-        parts = Parts(**{part: Path("runs") / run for part, run in runs.items()})
-        return folder / "scenes-128", assemble(parts, "scenes-128", Card(RECIPES / "scenes_128_card.md"))
+        parts = BundleRuns(**{part: Path("runs") / run for part, run in runs.items()})
+        return folder / "scenes-128", assemble(parts, "scenes-128", ModelCard(RECIPES / "scenes_128_card.md"))
 
 
 def test_the_sizes_keep_to_the_budget(bundle: tuple[Path, dict[str, int]], networks: dict[str, nn.Module]) -> None:

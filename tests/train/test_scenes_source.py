@@ -37,7 +37,7 @@ def test_images_captions_and_hints_are_those_of_the_scenes() -> None:
     assert torch.equal(got.hints["edges"], world.edges(scenes, 32))
     for row, scene in enumerate(scenes.scenes()):
         first = scene.things[0]
-        alone = world.Scene((world.Thing(first.shape, first.colour, first.texture, radius=0.2275),))
+        alone = world.Scene((world.SceneObject(first.shape, first.colour, first.texture, radius=0.2275),))
         assert torch.allclose(got.hints["reference"][row : row + 1], world.render(world.Scenes.of([alone]), 32))
 
 

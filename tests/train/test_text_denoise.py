@@ -21,7 +21,7 @@ from pellucid.pipeline.encoders.text import encode_pair, encode_prompts
 from pellucid.pipeline.load import load
 from pellucid.train.draws import Draws, mixed
 from pellucid.train.text import tokens
-from pellucid.train.text_denoiser import Joint, TextDenoiserConfig, TextDenoiserTask
+from pellucid.train.text_denoiser import TextAndDenoiser, TextDenoiserConfig, TextDenoiserTask
 
 WORDS = ("a red star", "a striped blue square on a white background")
 
@@ -104,8 +104,8 @@ def test_a_caption_longer_than_the_window_is_cut() -> None:
 def test_it_learns_and_the_text_encoder_with_it(run: Run, parts: Path) -> None:
     assert run.after < 0.9 * run.before
     fresh = task_of(parts).network
-    assert isinstance(fresh, Joint)
-    assert isinstance(run.task.network, Joint)
+    assert isinstance(fresh, TextAndDenoiser)
+    assert isinstance(run.task.network, TextAndDenoiser)
     moved = [
         name
         for (name, new), old in zip(run.task.network.named_parameters(), fresh.parameters(), strict=True)
@@ -290,6 +290,6 @@ def test_data_that_does_not_fit_is_named(parts: Path) -> None:
     task, given = task_of(parts), batch(4)
     with pytest.raises(PellucidError, match="caption"):
         task.prepare(replace(given, captions=None), Draws(0, 0, 4))
-    with pytest.raises(PellucidError, match=r"\(3, 16, 16\) or latents \(4, 8, 8\)"):
+    with pytest.raises(PellucidError, match=r"\(3, 16, 16\), or latents of \(4, 8, 8\)"):
         task.prepare(replace(given, images=torch.zeros(4, 3, 8, 8)), Draws(0, 0, 4))
     assert task.device == CPU

@@ -32,7 +32,7 @@ from pellucid.train.cifar10 import CIFAR10, CIFAR10Source
 from pellucid.train.config import chosen
 from pellucid.train.draws import Draws
 from pellucid.train.kinds import TASKS
-from pellucid.train.objective import Grades
+from pellucid.train.objective import BatchLoss
 from pellucid.train.source import Batch
 from pellucid.train.trainer import Trainer
 
@@ -362,7 +362,7 @@ def test_other_targets_are_shipped_too(
     scheduler = json.loads((tmp_path / "run" / "model" / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["_class_name"] == kind
     assert scheduler.get("timestep_spacing", "leading") == "leading"
-    told = "shipped with the grid leading: diffusers' DDIM has no beta"
+    told = "saved with the grid leading: diffusers' DDIM has no beta"
     assert (told in caplog.text) == (sampling.get("grid") == "beta")
     pipe = pellucid.load(tmp_path / "run" / "model")
     assert pipe(seed=3, steps=2).images[0].size == (SIDE, SIDE)
@@ -419,15 +419,15 @@ class Spoiled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def loss(self, network: nn.Module, asked: Any) -> Grades:
+    def loss(self, network: nn.Module, asked: Any) -> BatchLoss:
         graded = self.inner.loss(network, asked)
         self.left -= 1
         if self.left:
             return graded
         if self.what == "loss":
-            return Grades(graded.loss * math.nan, graded.errors, graded.lam)
+            return BatchLoss(graded.loss * math.nan, graded.errors, graded.lam)
         zero = (graded.loss - graded.loss.detach()).abs().sqrt()  # 0, with a slope that is not a number
-        return Grades(graded.loss + zero, graded.errors, graded.lam)
+        return BatchLoss(graded.loss + zero, graded.errors, graded.lam)
 
 
 @pytest.mark.parametrize(("what", "name"), [("loss", "loss"), ("gradient", "grad_norm")])

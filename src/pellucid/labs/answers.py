@@ -1,4 +1,4 @@
-"""What a check of a lab is made of, and how an answer is checked: in a process of its own, within limits."""
+"""The checks of a lab, and how they run on an answer: in a process of its own, within limits."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MOST_BYTES = 2**20  # of an answer
 WRITE_ONE = "Write one: pellucid lab 03 --starter answer.py."
 
 
-class Wrong(Exception):  # noqa: N818
-    """An answer is not right: what was expected, what came, and a hint, in one sentence."""
+class Mistake(Exception):  # noqa: N818
+    """What is wrong with an answer, in one sentence: what was expected, what came, and a hint."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """`run` is given the answer as a module and raises `Wrong` where it is not right."""
+    """`run` takes the answer as a module, and raises `Mistake` if it is not right."""
 
     name: str
     run: Callable[[ModuleType], None]
@@ -41,7 +41,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one check; `printed` is what the answer said meanwhile, on stdout."""
+    """The result of one check; `printed` is what the answer wrote to stdout meanwhile."""
 
     name: str
     verdict: Verdict
@@ -59,53 +59,47 @@ def check(
     cancelled: Callable[[], bool] = process.never,
     within: Path | None = None,
 ) -> list[Outcome]:
-    """Runs every check of the lab on an answer; the answer is somebody's code, and runs beside us.
+    """Runs every check of the lab on an answer, which is somebody's code, in a process of its own within `LIMITS`.
 
-    It runs in an empty folder of mode 0700 that is removed afterwards (`within` one of the caller's, else a temporary
-    one), and within `LIMITS`.
-    """
-    with tempfile.TemporaryDirectory(prefix="pellucid-lab-", dir=within, ignore_cleanup_errors=True) as scratch:
-        return checked(lab, answer, Path(scratch), timeout, cancelled)
-
-
-def checked(lab: Lab, answer: Path, scratch: Path, timeout: float, cancelled: Callable[[], bool]) -> list[Outcome]:
-    """Where the process ends or takes too long, the checks that are left say so.
-
-    What else is told than one outcome for each check, in their order, the answer wrote; then no outcome is believed.
+    The process starts in an empty folder of mode 0700 (`within` one of the caller's, else a temporary one) that is
+    removed afterwards. Where it ends or takes too long, the checks that are left say so. Anything other than one
+    outcome for each check, in their order, was sent by the answer; then no outcome is believed.
     """
     refuse(answer)
     names: list[str] = []
     found: list[Outcome] = []
-    words = [lab.code, str(answer.absolute()), str(scratch)]
-    own = {"TMPDIR": str(scratch), "CUDA_VISIBLE_DEVICES": ""}  # a GPU's address space is larger than any limit
-    follow = process.follow(__name__, words, environment=own, timeout=timeout, cancelled=cancelled)
-    try:
-        with contextlib.closing(follow):
-            names = next(follow, {}).get("names", [])  # sent before the answer is opened
-            for told in follow:
-                found.append(_outcome(told, names[len(found) :]))
-        why = "the answer ended its process"
-    except TimeoutError:
-        why = f"the answer did not end within {timeout:g} s"
-    except process.ForeignOutput:
-        found, why = [], "the answer wrote where the checks tell their outcomes"
-    except process.ProcessEnded as error:
-        if not names:
-            raise
-        why = f"the answer ended its process: {error}"
+    with tempfile.TemporaryDirectory(prefix="pellucid-lab-", dir=within, ignore_cleanup_errors=True) as scratch:
+        words = [lab.code, str(answer.absolute()), scratch]
+        own = {"TMPDIR": scratch, "CUDA_VISIBLE_DEVICES": ""}  # a GPU's address space is larger than any limit
+        results = process.follow(__name__, words, environment=own, timeout=timeout, cancelled=cancelled)
+        try:
+            with contextlib.closing(results):
+                names = next(results, {}).get("names", [])  # sent before the answer is opened
+                for result in results:
+                    found.append(_outcome(result, names[len(found) :]))
+            why = "the answer ended its process"
+        except TimeoutError:
+            why = f"the answer did not end within {timeout:g} s"
+        except process.ForeignOutput:
+            found, why = [], "the answer wrote where the checks report their outcomes"
+        except process.ProcessEnded as error:
+            if not names:
+                raise
+            why = f"the answer ended its process: {error}"
     left = names[len(found) :] if names else ["the answer begins"]
     return found + [Outcome(name, "error", why) for name in left]
 
 
-def _outcome(told: dict[str, Any], left: list[str]) -> Outcome:
-    texts = all(isinstance(one, str) for one in told.values())
-    if not texts or set(told) != _KEYS or told["name"] not in left[:1] or told["verdict"] not in get_args(Verdict):
+def _outcome(result: dict[str, Any], left: list[str]) -> Outcome:
+    texts = all(isinstance(one, str) for one in result.values())
+    known = texts and set(result) == _KEYS and result["verdict"] in get_args(Verdict)
+    if not known or result["name"] not in left[:1]:
         raise process.ForeignOutput("it sent something that is not an outcome of the next check")
-    return Outcome(**told)
+    return Outcome(**result)
 
 
 def refuse(answer: Path) -> None:
-    """Says in one line why a file cannot be an answer."""
+    """Raises if a file cannot be an answer, with the reason in one line."""
     if not answer.is_file():
         raise PellucidError(rule("answer", "a file that exists", str(answer), WRITE_ONE), "answer-file")
     size = answer.stat().st_size
@@ -123,7 +117,7 @@ def refuse(answer: Path) -> None:
 # --- In the process ---------------------------------------------------------------------------------------------------
 
 MOST_PRINTED = 4000  # characters of one check
-MOST_SAID = 1000  # of a sentence
+MOST_SENTENCE = 1000  # characters of a sentence
 _MOST_MEMORY = 4 * 2**30  # ten times what a right answer takes
 _MOST_THREAD = 80 * 2**20  # of address space
 _MOST_FILE = 64 * 2**20
@@ -154,10 +148,10 @@ def answer_in(path: Path) -> ModuleType:
 
 def judged(check: Check, path: Path) -> Outcome:
     """One check on an answer that is imported again, so that checks do not depend on each other."""
-    printed = process.Printed(MOST_PRINTED)
+    printed = process.OutputBuffer(MOST_PRINTED)
     with contextlib.redirect_stdout(printed):
         verdict, sentence = verdict_of(check, path)
-    return Outcome(check.name, verdict, process.clipped(sentence, MOST_SAID), printed.text())
+    return Outcome(check.name, verdict, process.clipped(sentence, MOST_SENTENCE), printed.text())
 
 
 def verdict_of(check: Check, path: Path) -> tuple[Verdict, str]:
@@ -165,7 +159,7 @@ def verdict_of(check: Check, path: Path) -> tuple[Verdict, str]:
     try:
         module = answer_in(path)
         check.run(module)
-    except Wrong as error:
+    except Mistake as error:
         return "wrong", " ".join(str(error).split())
     except NotImplementedError as error:
         return "not written yet", last_line(error, path).removeprefix("NotImplementedError").strip(" :")
@@ -179,7 +173,7 @@ def verdict_of(check: Check, path: Path) -> tuple[Verdict, str]:
 
 
 def _outgrown(error: BaseException) -> str:
-    """Which limit it was, where it was one."""
+    """Which limit was exceeded, if any."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error) or _code(error) == errno.ENOMEM:
         return f"the answer must take at most {_MOST_MEMORY // 2**30} GiB of memory; it asked for more"
     if _code(error) == errno.EFBIG:
@@ -192,7 +186,7 @@ def _code(error: BaseException) -> int | None:
 
 
 def _confine(scratch: Path) -> None:
-    """Limits for this process and all that it starts; a system without one of them goes without."""
+    """Limits for this process and its children; limits that the system lacks are skipped."""
     os.chdir(scratch)
     with contextlib.suppress(ImportError):
         import resource
@@ -236,6 +230,6 @@ def main(name: str, answer: str, scratch: str) -> None:
 
 
 if __name__ == "__main__":
-    from pellucid.labs import answers  # the checks raise that module's `Wrong`, and `python -m` has made another one
+    from pellucid.labs import answers  # the checks raise that module's `Mistake`; `python -m` has made another one
 
     answers.main(*sys.argv[1:])

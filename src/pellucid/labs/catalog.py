@@ -1,4 +1,4 @@
-"""The labs by number and name: what each asks, and where its page, its starter and its check lie."""
+"""The labs by number and name: the question of each, and the paths of its page, starter and check."""
 
 from __future__ import annotations
 

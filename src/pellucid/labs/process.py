@@ -1,4 +1,4 @@
-"""A lab's page run block by block, in a process that tells its results as lines of JSON and can be stopped."""
+"""A lab's page run block by block, in a process that reports its results as lines of JSON and can be stopped."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from pellucid.labs.script import Block
 
 # --- Processes ------------------------------------------------------------------------------------------------------
 
-POLL = 0.1  # seconds between two looks at whether somebody cancelled
+POLL = 0.1  # seconds between two checks for cancellation
 _DRAIN = 1.0  # seconds for the last lines of a process that ended
 MOST_LINE = 64 * 2**20  # bytes of one result
-LAST_WORDS = 4096  # bytes that are read of what a dying process said
+LAST_WORDS = 4096  # bytes that are read from the end of stderr
 
 
 class ProcessEnded(Exception):  # noqa: N818
-    """The process ended before it was done; the last line that it said, or how it ended."""
+    """The process ended before it was done; the last line of its stderr, or how it ended."""
 
 
 class ForeignOutput(ProcessEnded):
@@ -54,12 +54,12 @@ def follow(
     cancelled: Callable[[], bool] = never,
     timeout: float | None = None,
 ) -> Generator[dict[str, Any], None, None]:
-    """Runs `python -m module words` and yields what it tells, as it tells it.
+    """Runs `python -m module words` and yields its results as they come.
 
     Cancelling, the timeout, an error and a caller that stops listening all end the process. The timeout is for the
     whole of it, and raises TimeoutError.
     """
-    told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     until = None if timeout is None else time.monotonic() + timeout
 
     def look() -> None:
@@ -79,10 +79,10 @@ def follow(
             start_new_session=True,  # Ctrl-C is ours to hear
         )
         assert process.stdout is not None
-        reader = threading.Thread(target=pump, args=(process.stdout, told), daemon=True)
+        reader = threading.Thread(target=pump, args=(process.stdout, lines), daemon=True)
         reader.start()
         try:
-            while line := waited(told, process, look):
+            while line := next_line(lines, process, look):
                 yield _result(line)
             while process.poll() is None:
                 look()
@@ -96,7 +96,7 @@ def follow(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """At once, with all that it started in its own session; what began one of its own lives on."""
+    """Kills a process with everything in its session; a child that began a session of its own lives on."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
@@ -105,21 +105,21 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def pump(stream: IO[bytes], told: queue.SimpleQueue[bytes]) -> None:
+def pump(stream: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
     """Every line of the process, then an empty one."""
     with stream:
         while (line := stream.readline(MOST_LINE)).endswith(b"\n"):
-            told.put(line)
-    told.put(b"")
+            lines.put(line)
+    lines.put(b"")
 
 
-def waited(told: queue.SimpleQueue[bytes], process: subprocess.Popen[bytes], look: Callable[[], None]) -> bytes:
+def next_line(lines: queue.SimpleQueue[bytes], process: subprocess.Popen[bytes], look: Callable[[], None]) -> bytes:
     """The next line, as soon as it is there; an empty one after the last, even if another process holds the pipe."""
     ended = False
     while True:
         look()
         with contextlib.suppress(queue.Empty):
-            return told.get(timeout=_DRAIN if ended else POLL)
+            return lines.get(timeout=_DRAIN if ended else POLL)
         if ended:
             return b""
         ended = process.poll() is not None
@@ -127,12 +127,12 @@ def waited(told: queue.SimpleQueue[bytes], process: subprocess.Popen[bytes], loo
 
 def _result(line: bytes) -> dict[str, Any]:
     try:
-        told = json.loads(line)
+        result = json.loads(line)
     except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict):
+        result = None
+    if not isinstance(result, dict):
         raise ForeignOutput("it sent something that is not a result")
-    return told
+    return result
 
 
 def last_words(errors: IO[bytes]) -> str:
@@ -143,7 +143,7 @@ def last_words(errors: IO[bytes]) -> str:
 
 
 def channel() -> Callable[[dict[str, Any]], None]:
-    """In the process: takes stdout away from everybody else, and returns what tells a result through it."""
+    """In the process: reserves stdout for results, and returns the function that writes one."""
     mine = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -157,8 +157,8 @@ def channel() -> Callable[[dict[str, Any]], None]:
     return tell
 
 
-class Printed(io.TextIOBase):
-    """What is printed: the first `most` characters of it, and how many more there were."""
+class OutputBuffer(io.TextIOBase):
+    """Captured output: its first `most` characters, and how many more there were."""
 
     def __init__(self, most: int) -> None:
         self.most, self.parts, self.size = most, [""], 0
@@ -202,27 +202,24 @@ class BlockResult:
 def run_page(
     page: Path, smoke: bool = False, cancelled: Callable[[], bool] = never, within: Path | None = None
 ) -> Iterator[BlockResult]:
-    """Every block of a page, as soon as it has run. Cancelling, or not listening any more, ends the run.
+    """Every block of a page, as soon as it has run. Cancelling, or closing this generator, ends the run.
 
     Its temporary files are in a folder of mode 0700 (`within` one of the caller's) that is removed afterwards.
     """
-    with tempfile.TemporaryDirectory(prefix="pellucid-lab-", dir=within, ignore_cleanup_errors=True) as scratch:
-        yield from _run(page, {"MPLBACKEND": "agg", SMOKE: "1" if smoke else "", "TMPDIR": scratch}, cancelled)
-
-
-def _run(page: Path, environment: dict[str, str], cancelled: Callable[[], bool]) -> Iterator[BlockResult]:
     blocks = script.read(page)
     done, why = 0, "the lab ended its process"
-    try:
-        with contextlib.closing(follow(__name__, [str(page)], environment=environment, cancelled=cancelled)) as results:
-            for told in results:
-                done += 1
-                figures = tuple(map(base64.b64decode, told.pop("figures")))
-                yield BlockResult(**told, figures=figures)
-                if told["error"] is not None:
-                    return
-    except ProcessEnded as error:  # the interpreter itself went down, or could not begin
-        why += f": {error}"
+    with tempfile.TemporaryDirectory(prefix="pellucid-lab-", dir=within, ignore_cleanup_errors=True) as scratch:
+        own = {"MPLBACKEND": "agg", SMOKE: "1" if smoke else "", "TMPDIR": scratch}
+        try:
+            with contextlib.closing(follow(__name__, [str(page)], environment=own, cancelled=cancelled)) as results:
+                for result in results:
+                    done += 1
+                    figures = tuple(map(base64.b64decode, result.pop("figures")))
+                    yield BlockResult(**result, figures=figures)
+                    if result["error"] is not None:
+                        return
+        except ProcessEnded as error:  # the interpreter itself went down, or could not begin
+            why += f": {error}"
     if done < len(blocks):
         block = blocks[done]
         yield BlockResult(done + 1, len(blocks), block.text, block.code, "", (), 0.0, why)
@@ -243,7 +240,7 @@ def run_here(page: Path) -> Iterator[BlockResult]:
     compiler = codeop.Compile()  # remembers `from __future__` from block to block
     for number, block in enumerate(blocks, 1):
         begun = time.perf_counter()
-        printed = Printed(MOST_PRINTED)
+        printed = OutputBuffer(MOST_PRINTED)
         with contextlib.redirect_stdout(printed):
             error = executed(compiler, block, page, main)
         figures = drawn() if error is None else ()

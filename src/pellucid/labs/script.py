@@ -92,7 +92,7 @@ SYMBOLS = {
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Passage:
     """A stretch of a text: `level` of a heading, `name` of a code's language or of a note."""
 
     kind: Kind
@@ -101,14 +101,14 @@ class Stretch:
     name: str = ""
 
 
-def parts(text: str) -> Iterator[Stretch]:
+def parts(text: str) -> Iterator[Passage]:
     """The text cut where its kind changes."""
     lines = text.splitlines()
     words: list[str] = []
 
-    def flushed() -> Iterator[Stretch]:
+    def flushed() -> Iterator[Passage]:
         if body := "\n".join(words).strip("\n"):
-            yield Stretch("words", body)
+            yield Passage("words", body)
         words.clear()
 
     at = 0
@@ -117,7 +117,7 @@ def parts(text: str) -> Iterator[Stretch]:
         found = DIRECTIVE.match(line)
         if underlined(line, below):
             yield from flushed()
-            yield Stretch("heading", line.strip(), UNDERLINES.index(below[0]) + 1)
+            yield Passage("heading", line.strip(), UNDERLINES.index(below[0]) + 1)
             at += 2
         elif found:
             yield from flushed()
@@ -129,7 +129,7 @@ def parts(text: str) -> Iterator[Stretch]:
             words.append(line.rstrip()[:-1])
             yield from flushed()
             body, at = indented(lines, at + 1)
-            yield Stretch("code", body)
+            yield Passage("code", body)
         else:
             words.append(line)
             at += 1
@@ -149,14 +149,14 @@ def indented(lines: list[str], at: int) -> tuple[str, int]:
     return textwrap.dedent("\n".join(lines[at:end])).strip("\n"), end
 
 
-def directive(name: str, argument: str, body: str) -> Stretch:
+def directive(name: str, argument: str, body: str) -> Passage:
     held = [line for line in body.splitlines() if not re.match(r"^:[\w-]+:", line)]  # without its options
     whole = "\n".join([argument, *held] if argument and name not in ("code-block", "code") else held).strip("\n")
     if name == "math":
-        return Stretch("math", whole.strip())
+        return Passage("math", whole.strip())
     if name in ("code-block", "code"):
-        return Stretch("code", whole, name=argument)
-    return Stretch("note", whole, name=name)
+        return Passage("code", whole, name=argument)
+    return Passage("note", whole, name=name)
 
 
 # --- Markdown ----------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def markdown(text: str) -> str:
     return "\n\n".join(map(marked, parts(text)))
 
 
-def marked(part: Stretch) -> str:
+def marked(part: Passage) -> str:
     if part.kind == "heading":
         return f"{'#' * (part.level + 1)} {inline(part.body, markdown_of)}"
     if part.kind == "math":
@@ -195,7 +195,7 @@ def plain(text: str) -> str:
     return "\n\n".join(map(flat, parts(text)))
 
 
-def flat(part: Stretch) -> str:
+def flat(part: Passage) -> str:
     if part.kind == "heading":
         return f"{part.body}\n{'=-~'[min(part.level, 3) - 1] * len(part.body)}"
     if part.kind in ("math", "code"):

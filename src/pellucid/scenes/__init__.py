@@ -5,16 +5,16 @@ The names below are what most callers need; other rooms also use `grading`, `gra
 """
 
 from pellucid.scenes.grading import Grade, Mark, grade
-from pellucid.scenes.grammar import Query, Wanted, captions, described, parse, prompts, satisfied
+from pellucid.scenes.grammar import ObjectQuery, Query, captions, described, parse, prompts, satisfied
 from pellucid.scenes.labels import edge_f1, outlines
-from pellucid.scenes.reading import Reading, Seen, read, style_of
+from pellucid.scenes.reading import ObjectReading, Reading, read, style_of
 from pellucid.scenes.renderer import edges, render, segmentation
 from pellucid.scenes.sampling import sample
-from pellucid.scenes.scene import Scene, Scenes, Thing, attributes, held_out
+from pellucid.scenes.scene import Scene, SceneObject, Scenes, attributes, held_out
 from pellucid.scenes.words import LORA_STYLES, STYLE_NAMES, TRAIN_STYLES, vocabulary
 
 __all__ = [
-    "LORA_STYLES", "STYLE_NAMES", "TRAIN_STYLES", "Grade", "Mark", "Query", "Reading", "Scene", "Scenes", "Seen",
-    "Thing", "Wanted", "attributes", "captions", "described", "edge_f1", "edges", "grade", "held_out", "outlines",
-    "parse", "prompts", "read", "render", "sample", "satisfied", "segmentation", "style_of", "vocabulary",
+    "LORA_STYLES", "STYLE_NAMES", "TRAIN_STYLES", "Grade", "Mark", "ObjectQuery", "ObjectReading", "Query", "Reading",
+    "Scene", "SceneObject", "Scenes", "attributes", "captions", "described", "edge_f1", "edges", "grade", "held_out",
+    "outlines", "parse", "prompts", "read", "render", "sample", "satisfied", "segmentation", "style_of", "vocabulary",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which shape a mask is, and the colour and texture of the thing. Hidden parts count for nothing."""
+"""Which shape a mask is, and the colour and texture of the thing. Hidden parts are ignored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GAIN = 0.045  # what such an explanation must be better by
 
 @dataclass(frozen=True)
 class Window:
-    """M things, each in a window of its own: coordinates, its mask, and where it can be seen."""
+    """M things, each in its own window: coordinates, its mask, and where it can be seen."""
 
     row: Tensor  # (M,) int64: its image
     thing: Tensor  # (M,) int64: its number in labels
@@ -238,7 +238,7 @@ _FEW = 12  # points within the rim, at least
 _SHIFTS = 5  # along each axis, when a pattern does not sit where it should
 
 
-def sampled(labels: Labels, window: Window) -> Tensor:
+def _sampled(labels: Labels, window: Window) -> Tensor:
     """(M, 3, G, G): the image in each thing's window."""
     return _at(labels.image[window.row], window.x, window.y)
 
@@ -253,7 +253,7 @@ def _inner(window: Window, fitted: Fit) -> Tensor:
 def colours(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     """(M,) int64: the colour that a thing's pixels are nearest to, −1 where none is near."""
     within = (window.mask > 0.7).float().flatten(1)  # (M, G²)
-    pixels = sampled(labels, window).flatten(2).transpose(1, 2)  # (M, G², 3)
+    pixels = _sampled(labels, window).flatten(2).transpose(1, 2)  # (M, G², 3)
     every = painting.objects(pixels.device)
     ends = (painting.tints(pixels.device), painting.shade_of(every))
     off = [away(pixels.reshape(-1, 3), every, end) for end in ends]
@@ -263,12 +263,12 @@ def colours(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     return torch.where(near <= _OFF, window.colour, -1)
 
 
-def _light(labels: Labels, window: Window) -> Tensor:
-    """(M, G, G): how far each pixel has gone from the colour to its tint."""
+def way_to(tones: Tensor, labels: Labels, window: Window) -> Tensor:
+    """(M, G, G): how far each pixel has gone from the thing's colour, 0, to that colour's tone (10, 3), 1."""
     colour = painting.objects(window.x.device)[window.colour]  # (M, 3)
-    way = painting.tints(window.x.device)[window.colour] - colour
-    share = torch.einsum("mchw,mc->mhw", sampled(labels, window) - colour[:, :, None, None], way)
-    return (share / way.square().sum(1)[:, None, None]).clamp(-0.3, 1.3)
+    way = tones[window.colour] - colour
+    share = torch.einsum("mchw,mc->mhw", _sampled(labels, window) - colour[:, :, None, None], way)
+    return share / way.square().sum(1)[:, None, None]
 
 
 @lru_cache(maxsize=8)
@@ -286,7 +286,8 @@ def _hypotheses(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def textures(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     """(M,) int64: the texture that explains a thing's tones best, −1 where none does."""
-    share, within = _light(labels, window), _inner(window, fitted).float()
+    share = way_to(painting.tints(window.x.device), labels, window).clamp(-0.3, 1.3)
+    within = _inner(window, fitted).float()
     near = len(TEXTURE_NAMES)
     first = errors(window, fitted, share, within, slice(0, near))  # (M, 5)
     lowest, found = first.topk(2, dim=1, largest=False)

@@ -10,8 +10,8 @@ from typing import Literal
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.scenes.grammar import Query, Wanted
-from pellucid.scenes.reading import Reading, Seen, read
+from pellucid.scenes.grammar import ObjectQuery, Query
+from pellucid.scenes.reading import ObjectReading, Reading, read
 
 Verdict = Literal["right", "wrong", "unreadable"]
 _OWN = ("shape", "colour", "texture", "size", "place")
@@ -19,7 +19,7 @@ _OWN = ("shape", "colour", "texture", "size", "place")
 
 @dataclass(frozen=True)
 class Mark:
-    """One thing that a caption asked for, and what the image has."""
+    """One requirement of a caption, and what the image has."""
 
     what: str  # "count", "shape", "relation", "background", …
     wanted: object
@@ -29,7 +29,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Grade:
-    """All marks of one image. It is right when every one is."""
+    """All marks of one image, which is right if all of them are."""
 
     marks: tuple[Mark, ...]
     trouble: str | None = None
@@ -39,7 +39,7 @@ class Grade:
         return self.trouble is None and all(mark.verdict == "right" for mark in self.marks)
 
     def share(self, what: str) -> float | None:
-        """The share of right marks of a kind; None where none was asked for."""
+        """The share of right marks of a kind; None if the caption has no such requirement."""
         own = [mark.verdict == "right" for mark in self.marks if mark.what == what]
         return sum(own) / len(own) if own else None
 
@@ -68,7 +68,7 @@ def graded(reading: Reading, query: Query) -> Grade:
     return Grade(tuple(marks), reading.trouble)
 
 
-def _matched(query: Query, seen: list[Seen], order: tuple[int | None, ...], reading: Reading) -> list[Mark]:
+def _matched(query: Query, seen: list[ObjectReading], order: tuple[int | None, ...], reading: Reading) -> list[Mark]:
     """The marks of objects and relations when the queried objects are taken to be those of `order`."""
     marks = []
     for wanted, i in zip(query.objects, order, strict=True):
@@ -83,7 +83,7 @@ def _matched(query: Query, seen: list[Seen], order: tuple[int | None, ...], read
     return marks
 
 
-def _own_marks(wanted: Wanted, seen: Seen | None) -> list[Mark]:
+def _own_marks(wanted: ObjectQuery, seen: ObjectReading | None) -> list[Mark]:
     asked = [(what, getattr(wanted, what)) for what in _OWN if getattr(wanted, what) is not None]
     if seen is None:
         return [Mark(what, value, None, "wrong") for what, value in asked]

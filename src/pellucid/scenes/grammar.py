@@ -1,4 +1,4 @@
-"""Captions: phrased by a small grammar, parsed back, and what each of them asks of an image."""
+"""Captions: written by a small grammar, and parsed back into what they ask of an image."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from pellucid.scenes.words import RELATION_NAMES, Split
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One object as asked for; None is not said. A caption that names no texture asks for a solid one."""
+class ObjectQuery:
+    """One object that a caption asks for; None is not mentioned. A caption without a texture asks for a solid one."""
 
     shape: str
     colour: str
@@ -34,9 +34,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Query:
-    """Objects in the order of their mention, relations as (which, relation, to which), and what else is said."""
+    """What a caption asks for: objects as they are mentioned, relations as (i, relation, j), background and style."""
 
-    objects: tuple[Wanted, ...]
+    objects: tuple[ObjectQuery, ...]
     relations: tuple[tuple[int, str, int], ...] = ()
     background: str | None = None
     kind: str | None = None
@@ -79,7 +79,7 @@ _NAMED = [
 _SHAPES, _COLOURS, _TEXTURES, _SIZES = (tuple(t.values()) for t in (w.SHAPES, w.COLOURS, w.TEXTURES, w.SIZES))
 _SOLID = w.TEXTURE_NAMES.index("solid")
 
-# How often a thing is left out or said in another way.
+# How often something is left out or phrased in another way.
 _NO_SIZE, _NO_BACKGROUND, _NO_RELATION, _NO_KIND = 0.12, 0.15, 0.10, 0.25
 _SAID_SOLID, _SAID_PLAIN, _SAID_PLACE, _SAID_FLAT, _PREFIX, _BACKGROUND_FIRST = 0.15, 0.2, 0.5, 0.1, 0.2, 0.12
 
@@ -115,7 +115,7 @@ class _Facts(NamedTuple):
 
 
 class _Noun(NamedTuple):
-    """One thing of a caption: the fields of `Wanted`, and its words."""
+    """One thing of a caption: the fields of `ObjectQuery`, and its words."""
 
     shape: str
     colour: str
@@ -126,7 +126,7 @@ class _Noun(NamedTuple):
 
 
 class _Caption(NamedTuple):
-    """A caption, and what `Query` is made of."""
+    """A caption, and the parts of its `Query`."""
 
     words: str
     nouns: list[_Noun]
@@ -137,7 +137,7 @@ class _Caption(NamedTuple):
 
     @property
     def query(self) -> Query:
-        wanted = tuple(Wanted(*noun[:5]) for noun in self.nouns)
+        wanted = tuple(ObjectQuery(*noun[:5]) for noun in self.nouns)
         return Query(wanted, tuple(self.links), self.background, self.kind, self.style)
 
 
@@ -151,7 +151,7 @@ def _facts(scenes: Scenes) -> list[_Facts]:
 
 
 def captions(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool = True) -> list[str]:
-    """A caption per scene. `full` leaves nothing out; without `style` no style is named, as a LoRA wants it."""
+    """A caption per scene. `full` leaves nothing out; without `style` no style is named, for the training of a LoRA."""
     return phrasings(scenes, (seed,), full=full, style=style)[0]
 
 
@@ -269,7 +269,7 @@ def _backdrop(fact: _Facts, dice: _Dice, full: bool) -> tuple[str | None, str | 
 
 
 def _manner(fact: _Facts, dice: _Dice, style: bool) -> tuple[str | None, str]:
-    """'in outlined style'; flat is the default and mostly not said."""
+    """'in outlined style'; flat is the default and mostly not mentioned."""
     name = w.STYLE_NAMES[fact.style]
     words, said = dice.one(w.STYLES[name]), name != "flat" or dice.chance(_SAID_FLAT)
     return (name, words) if style and said else (None, "")
@@ -351,14 +351,14 @@ class _Parser:
             raise PellucidError(f"caption must have a {what} before {got!r}; got {self.caption!r}.", "caption-grammar")
         return name
 
-    def noun(self) -> Wanted:
+    def noun(self) -> ObjectQuery:
         self.need("article")
         size, texture = self.take("size"), self.take("texture")
         colour = self.need("colour")
         texture = texture or self.take("texture")
         shape = self.need("shape")
         texture = texture or self.take("with") or "solid"
-        return Wanted(shape, colour, texture, size, self.take("place"))
+        return ObjectQuery(shape, colour, texture, size, self.take("place"))
 
     def ground(self) -> tuple[str | None, str | None]:
         """Colour and kind of the background, if the caption has one here."""
@@ -372,7 +372,7 @@ class _Parser:
         self.need("background")
         return name, kind
 
-    def objects(self) -> tuple[list[Wanted], list[tuple[int, str, int]]]:
+    def objects(self) -> tuple[list[ObjectQuery], list[tuple[int, str, int]]]:
         wanted, links = [self.noun()], []
         self.take("that")
         if name := self.take("relation"):
@@ -390,7 +390,7 @@ class _Parser:
         """Whether the phrase after the next may be this."""
         return any(kind == what for kind, _ in (self.found[self.at + 1] if self.at + 1 < len(self.found) else []))
 
-    def third(self, wanted: list[Wanted], links: list[tuple[int, str, int]]) -> bool:
+    def third(self, wanted: list[ObjectQuery], links: list[tuple[int, str, int]]) -> bool:
         if not (self.peek("comma") and (self.follows("which") or self.follows("and"))):
             return False
         self.at += 1

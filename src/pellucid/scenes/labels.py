@@ -214,7 +214,7 @@ def _islands(mask: Tensor) -> Tensor:
 
 
 def _order(row: Tensor) -> Tensor:
-    """(M,): the how-manieth entry of its own row each entry is; rows are sorted."""
+    """(M,): the position of each entry among those of its row; rows are sorted."""
     first = torch.searchsorted(row, row)
     return torch.arange(len(row), device=row.device) - first
 

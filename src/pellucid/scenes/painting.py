@@ -141,7 +141,8 @@ def lightness(texture: Tensor, x: Tensor, y: Tensor, radius: Tensor, pixel: floa
 # --- Styles ---------------------------------------------------------------------------------------------------------
 
 OUTLINE = 0.018  # the width of an outline
-SHADOW, SHADOW_X, SHADOW_Y, SHADOW_BLUR = 0.27, 0.016, 0.030, 0.026
+_SHADOW, _SHADOW_BLUR = 0.27, 0.026
+SHADOW_SHIFT = (0.016, 0.030)  # right and down
 _NIGHT = 0.13  # what neon leaves of a background's light
 _TUBE, _GLOW = 0.020, 0.030  # width of a neon tube, reach of its light
 HATCH, _STROKE = 0.034, 0.4  # period of a sketch's lines, and the share of it that is inked
@@ -223,19 +224,18 @@ def _outlined(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
 
 def _soft(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
     """A shadow down to the right, with a soft border."""
-    size = layer.distance.shape[-1]
-    middle = (torch.arange(size, device=layer.distance.device) + 0.5) / size
-    radius = scenes.radius[:, slot, None, None]
-    wide = layer.distance.shape
-    x = ((middle - SHADOW_X)[None, None, :] - scenes.x[:, slot, None, None]).expand(wide) / radius
-    y = ((middle - SHADOW_Y)[None, :, None] - scenes.y[:, slot, None, None]).expand(wide) / radius
-    return shadowed(layer, shapes.distance(scenes.shape[:, slot], x, y) * radius)
+    own = (values[:, slot] for values in (scenes.shape, scenes.x, scenes.y, scenes.radius))
+    return shadowed(layer, shapes.on_pixels(*own, layer.distance.shape[-1], SHADOW_SHIFT))
+
+
+def shadow(away: Tensor) -> Tensor:
+    """How much darker a shadow makes each pixel, by its distance from the moved outline."""
+    return _SHADOW * (0.5 - 0.5 * away / _SHADOW_BLUR).clamp(0, 1) ** 2
 
 
 def shadowed(layer: Layer, away: Tensor) -> Tensor:
-    """Over a shadow that lies where the distance `away` (M, H, W) from the moved outline is small."""
-    dark = SHADOW * (0.5 - 0.5 * away / SHADOW_BLUR).clamp(0, 1) ** 2
-    return layer.over(layer.filled, layer.cover, layer.below * (1 - dark[:, None]))
+    """The things over their shadows; `away` (M, H, W) is the distance from the moved outline."""
+    return layer.over(layer.filled, layer.cover, layer.below * (1 - shadow(away)[:, None]))
 
 
 def _neon(layer: Layer, scenes: Scenes, slot: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Read a finished image: its objects, relations, background and style; or say that it cannot be read.
+"""Read a finished image: its objects, relations, background and style, or why it cannot be read.
 
 Analysis by synthesis: pixels are labelled by the world's tones (labels.py), every shape is laid over each mask, and
-the texture that explains a thing's tones best is taken (fitting.py). Weak evidence is None.
+the texture that explains a thing's tones best is chosen (fitting.py). With weak evidence an attribute is None.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pellucid.scenes import fitting, painting, shapes
 from pellucid.scenes import words as w
-from pellucid.scenes.fitting import Fit, Window, distances, fit, sampled, windows
+from pellucid.scenes.fitting import Fit, Window, distances, fit, way_to, windows
 from pellucid.scenes.labels import SIDE, Labels, grown, labelled, prepared
-from pellucid.scenes.painting import HATCH, OUTLINE, SHADOW, SHADOW_BLUR, SHADOW_X, SHADOW_Y
+from pellucid.scenes.painting import HATCH, OUTLINE
 from pellucid.scenes.relations import WIDE, holding
 from pellucid.scenes.renderer import CELLS, CHECK, FADE
 from pellucid.scenes.scene import MOST, SIZE_CUTS, Scenes, place_of
@@ -30,14 +30,14 @@ _FEW = 400  # pixels of background, at least
 
 
 @dataclass(frozen=True)
-class _Ground:
+class _BackgroundReading:
     """Of N images; −1 is unreadable."""
 
     colour: Tensor  # (N,) int64
     kind: Tensor  # (N,) int64
 
 
-def _ground(labels: Labels, window: Window, fitted: Fit) -> _Ground:
+def _ground(labels: Labels, window: Window, fitted: Fit) -> _BackgroundReading:
     """A level, a slope and a checkered pattern are fitted to the pixels that are clearly background."""
     free = ~grown(labels.label != 0, _CLEAR_OF)
     scarce = free.sum((1, 2), keepdim=True) < _FEW
@@ -55,7 +55,7 @@ def _ground(labels: Labels, window: Window, fitted: Fit) -> _Ground:
     off = torch.cdist(mean / usual, painting.backgrounds(free.device))
     near, which = off.min(1)
     few = weight.sum((1, 2)) < _FEW / 4
-    return _Ground(torch.where((near > _NEAR) | few, -1, which), torch.where(doubt | few, -1, kind))
+    return _BackgroundReading(torch.where((near > _NEAR) | few, -1, which), torch.where(doubt | few, -1, kind))
 
 
 def _explained(tone: Tensor, free: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ _LOOSE = 0.06  # the share of specks in a readable image
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObjectReading:
     """An object in an image; None is unreadable. `fit` is the overlap of mask and shape over their union."""
 
     shape: str | None
@@ -101,7 +101,7 @@ class Seen:
 class Reading:
     """What an image shows, objects from the back to the front. `trouble` says why it cannot be read as a whole."""
 
-    objects: tuple[Seen, ...]
+    objects: tuple[ObjectReading, ...]
     relations: tuple[tuple[int, str, int], ...]
     background: str | None
     kind: str | None
@@ -150,7 +150,7 @@ def _strangeness(labels: Labels) -> list[tuple[float, float]]:
     return list(zip(strange, loose, strict=True))
 
 
-def _objects(labels: Labels, window: Window, fitted: Fit) -> list[Seen]:
+def _objects(labels: Labels, window: Window, fitted: Fit) -> list[ObjectReading]:
     """Every thing of the chunk in words."""
     if not len(window):
         return []
@@ -163,7 +163,7 @@ def _objects(labels: Labels, window: Window, fitted: Fit) -> list[Seen]:
         name, size = (w.SHAPE_NAMES[shape], _size_of(radius)) if clear[i] else (None, None)
         tone = w.COLOUR_NAMES[colour[i]] if colour[i] >= 0 else None
         pattern = w.TEXTURE_NAMES[texture[i]] if texture[i] >= 0 and clear[i] else None
-        found.append(Seen(name, tone, pattern, size, place_of(x, y), x, y, radius, overlap))
+        found.append(ObjectReading(name, tone, pattern, size, place_of(x, y), x, y, radius, overlap))
     return found
 
 
@@ -177,7 +177,7 @@ def _ordered(labels: Labels, window: Window, fitted: Fit, rows: list[int]) -> li
     """Things of one image from the back to the front: where two silhouettes cross, labels say whose pixels are."""
     if len(rows) < 2:
         return rows
-    inside = _silhouettes(window, fitted, rows)
+    inside = _silhouettes(fitted, rows)
     label = labels.label[int(window.row[rows[0]])]
     wins = [0] * len(rows)
     for i in range(len(rows)):
@@ -188,17 +188,18 @@ def _ordered(labels: Labels, window: Window, fitted: Fit, rows: list[int]) -> li
     return [row for _, row in sorted(zip(wins, rows, strict=True))]
 
 
-def _silhouettes(window: Window, fitted: Fit, rows: list[int]) -> Tensor:
+def _silhouettes(fitted: Fit, rows: list[int]) -> Tensor:
     """(K, 128, 128) bool"""
-    middle = (torch.arange(SIDE, device=window.x.device) + 0.5) / SIDE
-    x, y, radius = (v[rows][:, None, None] for v in (fitted.x, fitted.y, fitted.radius))
-    wide = (len(rows), SIDE, SIDE)
-    qx, qy = ((middle[None, None, :] - x) / radius).expand(wide), ((middle[None, :, None] - y) / radius).expand(wide)
-    return shapes.distance(fitted.shape[rows], qx, qy) < 0
+    return shapes.on_pixels(*(v[rows] for v in (fitted.shape, fitted.x, fitted.y, fitted.radius)), SIDE) < 0
 
 
 def _assemble(
-    rows: list[int], seen: list[Seen], fitted: Fit, back: _Ground, row: int, strange: tuple[float, float]
+    rows: list[int],
+    seen: list[ObjectReading],
+    fitted: Fit,
+    back: _BackgroundReading,
+    row: int,
+    strange: tuple[float, float],
 ) -> Reading:
     trouble = None
     if not rows:
@@ -299,22 +300,14 @@ def _darkness(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     which = torch.arange(len(window), device=window.x.device)
     distance = distances(window, which, fitted.shape, torch.stack([fitted.x, fitted.y, fitted.radius], 1))
     band = ((distance < -0.25 * OUTLINE) & (distance > -0.75 * OUTLINE) & (window.mask > 0.3)).float()
-    colour = painting.objects(window.x.device)[window.colour]
-    way = painting.shade_of(colour) - colour
-    share = torch.einsum("mchw,mc->mhw", sampled(labels, window) - colour[:, :, None, None], way)
-    share = (share / way.square().sum(1)[:, None, None]).clamp(-0.5, 1.5)
+    share = way_to(painting.shade_of(painting.objects(window.x.device)), labels, window).clamp(-0.5, 1.5)
     return (share * band).sum((1, 2)) / band.sum((1, 2)).clamp(min=1)
 
 
 def _shadow(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     """(N,): the slope of the background's darkening on what the renderer's shadows would darken."""
-    middle = (torch.arange(SIDE, device=window.x.device) + 0.5) / SIDE
-    x, y, radius = (v[:, None, None] for v in (fitted.x, fitted.y, fitted.radius))
-    wide = (len(window), SIDE, SIDE)
-    qx = ((middle - SHADOW_X)[None, None, :] - x).expand(wide) / radius
-    qy = ((middle - SHADOW_Y)[None, :, None] - y).expand(wide) / radius
-    away = shapes.distance(fitted.shape, qx, qy) * radius
-    cast = SHADOW * (0.5 - 0.5 * away / SHADOW_BLUR).clamp(0, 1) ** 2
+    away = shapes.on_pixels(fitted.shape, fitted.x, fitted.y, fitted.radius, SIDE, painting.SHADOW_SHIFT)
+    cast = painting.shadow(away)
     made = torch.zeros(len(labels.background), SIDE, SIDE, device=cast.device).index_add_(0, window.row, cast)
     colour = painting.backgrounds(cast.device)[labels.background]
     tone = 1 - (labels.image / colour[:, :, None, None]).mean(1)

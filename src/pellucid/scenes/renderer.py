@@ -35,11 +35,6 @@ class _Field:
     y: Tensor  # (M, H, W)
     pixel: float
 
-    @property
-    def cover(self) -> Tensor:
-        """(M, H, W): the share of each pixel that a thing covers."""
-        return (0.5 - self.distance / self.pixel).clamp(0, 1)
-
 
 def _axis(size: int, device: torch.device) -> Tensor:
     """(size,): the middles of pixels, from 0 to 1."""
@@ -177,18 +172,14 @@ def stroke(below: Tensor, thing: Slot, middle: Tensor, names: tuple[str, ...]) -
     out = below
     for name in names:
         if name == "soft":
-            moved = [(v - thing_v) / thing.radius for v, thing_v in _moved_axes(across, down, thing)]
+            right, lower = painting.SHADOW_SHIFT
+            moved = ((across - right - thing.x) / thing.radius, (down - lower - thing.y) / thing.radius)
             made = painting.shadowed(layer, _distance(thing.shape, *moved) * thing.radius)
         else:
             made = painting.BRUSHES[name](layer, None, 0)  # type: ignore[arg-type]  # only a shadow asks for the scenes
         mine = thing.present & (thing.style == STYLE_NAMES.index(name))
         out = torch.where(mine[:, None], made, out)
     return out
-
-
-def _moved_axes(across: Tensor, down: Tensor, thing: Slot) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Where a shadow's thing would stand."""
-    return (across - painting.SHADOW_X, thing.x), (down - painting.SHADOW_Y, thing.y)
 
 
 def _outlined(below: Tensor, thing: Slot, middle: Tensor) -> Tensor:

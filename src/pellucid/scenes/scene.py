@@ -20,7 +20,7 @@ PLACE_CUTS = (0.43, 0.57)
 
 
 @dataclass(frozen=True)
-class Thing:
+class SceneObject:
     """One object. `x`, `y` (downwards) and `radius` are shares of the image's side."""
 
     shape: str
@@ -49,7 +49,7 @@ class Thing:
 class Scene:
     """One image's truth. Later things stand in front of earlier ones."""
 
-    things: tuple[Thing, ...]
+    things: tuple[SceneObject, ...]
     background: str = "white"
     kind: str = "plain"
     style: str = "flat"
@@ -122,7 +122,7 @@ class Scenes:
         found = []
         for count, back, kind, style, *own in zip(*kinds, *columns, strict=True):
             things = tuple(
-                Thing(w.SHAPE_NAMES[s], w.COLOUR_NAMES[c], w.TEXTURE_NAMES[t], x, y, r)
+                SceneObject(w.SHAPE_NAMES[s], w.COLOUR_NAMES[c], w.TEXTURE_NAMES[t], x, y, r)
                 for s, c, t, x, y, r in list(zip(*own, strict=True))[:count]
             )
             found.append(Scene(things, w.BACKGROUND_NAMES[back], w.KIND_NAMES[kind], w.STYLE_NAMES[style]))

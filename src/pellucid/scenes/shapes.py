@@ -170,6 +170,18 @@ def distance(shape: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
+def on_pixels(
+    shape: Tensor, x: Tensor, y: Tensor, radius: Tensor, size: int, shift: tuple[float, float] = (0.0, 0.0)
+) -> Tensor:
+    """(M, S, S): signed distance of every pixel to M shapes (M,) whose middles are moved by `shift`; in sides."""
+    middle = (torch.arange(size, device=x.device) + 0.5) / size
+    x, y, radius = (values[:, None, None] for values in (x, y, radius))
+    wide = (len(shape), size, size)
+    across = ((middle - shift[0])[None, None, :] - x).expand(wide) / radius
+    down = ((middle - shift[1])[None, :, None] - y).expand(wide) / radius
+    return distance(shape, across, down) * radius
+
+
 @lru_cache(maxsize=16)
 def halves(device: torch.device = _CPU) -> Tensor:
     """(10, 2) float64: half width and half height."""

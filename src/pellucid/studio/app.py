@@ -1,4 +1,4 @@
-"""The page: a model to choose, and a tab for each thing one can see."""
+"""The page: a model to choose, and its tabs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _THREADS = 16
 
 
 class _Page(gr.Blocks):
-    """Blocks that remember whose files they keep."""
+    """Blocks that remember which session each file belongs to."""
 
     sessions: Sessions
 
@@ -78,7 +78,7 @@ def _build(shelf: Shelf, sessions: Sessions, lab: Lab | None = None, *, checks: 
 
 
 def start(shelf: Shelf, sessions: Sessions, *, port: int, host: str = "127.0.0.1", lab: Lab | None = None) -> Studio:
-    """The page, served beside this thread; the first model is loaded while people look."""
+    """Serves the page in another thread; the first model is loaded in the background."""
     page = _build(shelf, sessions, lab, checks=is_loopback(host))
     sessions.stay = frozenset(files())
     page.max_threads = _THREADS
@@ -98,7 +98,7 @@ def start(shelf: Shelf, sessions: Sessions, *, port: int, host: str = "127.0.0.1
 
 
 def _warm(shelf: Shelf) -> None:
-    """Loads what people are likely to ask for first; what cannot be loaded says so when it is asked for."""
+    """Loads the model that is probably used first; if it cannot be loaded, its first use reports why."""
     for name in shelf.choices()[:1]:
         with contextlib.suppress(PellucidError, OSError):
             generate_tab.Preview(shelf.pipe(name)).warm()
@@ -122,8 +122,8 @@ def serve(
         studio.wait()
     except KeyboardInterrupt:
         print()
-    except SystemExit as told:
-        code = int(told.code or 0)
+    except SystemExit as ending:
+        code = int(ending.code or 0)
     finally:
         if studio is not None:
             studio.close()  # so that no page opens after it

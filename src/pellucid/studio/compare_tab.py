@@ -19,8 +19,8 @@ from pellucid.pipeline.prepare import make_plan
 from pellucid.pipeline.recipe import write_png
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.sheet import AXES, Axis, axes_of, cell_fields, cells, draw_sheet, shared_settings
-from pellucid.studio import comparison, form, html, visitors
-from pellucid.studio.comparison import SIDES, ComparisonResult, Pair
+from pellucid.studio import comparison, form, html
+from pellucid.studio.comparison import SIDES, ComparisonNews, ComparisonResult
 from pellucid.studio.form import Form, Shelf
 from pellucid.studio.generate_tab import READY, Preview, RunResult, StepNews, guard
 from pellucid.studio.html import status
@@ -30,7 +30,7 @@ from pellucid.studio.visitors import Job, Session, Sessions
 
 MOST_CELLS = 36
 _NAMES = ("steps", "guidance", "sampler", "grid", "dialect", "seed", "clip_skip", "prompt", "negative", "noise")
-_BLANK = "#e9edf2"  # a cell that is not made yet
+_BLANK = "#e9edf2"  # a cell that has not run yet
 _CHECKS = {"steps": form.steps_of, "prompt": form.prompt_of}
 
 
@@ -76,7 +76,7 @@ class SheetResult:
 
 
 def sheet_of(text: str, setup: Form) -> SheetPlan:
-    """What a sheet asks for; all cells share one seed, unless that varies."""
+    """The requests of a sheet; all cells share one seed, unless the seed varies."""
     base = setup.request()
     held = {one.name: getattr(base, one.name) for one in fields(base) if getattr(base, one.name) != _default(one)}
     axes = axes_of(text or "", base.sampler, {name: AXES[name] for name in _NAMES})
@@ -129,13 +129,6 @@ def run(pipe: Pipeline, sheet: SheetPlan, session: Session, job: Job) -> SheetRe
     return SheetResult(drawn, file, tuple(dict.fromkeys(notes)), time.perf_counter() - began)
 
 
-def _follow(pipe: Pipeline, sheet: SheetPlan, session: Session, tab: str) -> Iterator[SheetNews | SheetResult]:
-    """The sheet as it fills, and then the whole."""
-    job = session.begin(tab, lambda job: run(pipe, sheet, session, job))
-    yield from visitors.follow(job)
-    yield job.result
-
-
 # --- The tab --------------------------------------------------------------------------------------------------------
 
 _TAB, _SHEET = "compare", "sheet"
@@ -146,7 +139,7 @@ _HELD = 5  # controls of a side
 
 
 class CompareTab:
-    """Builds the tab; its handlers know the models and who is at the page."""
+    """Builds the tab; its handlers use the loaded models and the sessions."""
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
         self.shelf, self.sessions = shelf, sessions
@@ -201,7 +194,7 @@ class CompareTab:
         names = ", ".join(_NAMES)
         axes = gr.Textbox(
             _FIRST_AXES,
-            label="What varies, to the right x down",
+            label="What varies: across x down",
             info=f"around set-up A: {names}, or a number of its sampler; at most {MOST_CELLS} cells",
             elem_id="sheet-axes",
         )
@@ -227,8 +220,8 @@ class CompareTab:
         pipe = self.shelf.pipe(model)
         preview = Preview(pipe)
         yield gr.skip(), status("starting …"), *rest
-        for news in comparison.follow(pipe, setups, session, _TAB):
-            if isinstance(news, Pair):
+        for news in session.follow(_TAB, lambda job: comparison.run(pipe, setups, session, job)):
+            if isinstance(news, ComparisonNews):
                 yield _so_far(news, preview), status(news.words, news.part), *rest
             else:
                 yield _finished(news, setups[0].prompt, session)
@@ -243,7 +236,7 @@ class CompareTab:
         pipe = self.shelf.pipe(model)
         yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False)
         drawn = -1
-        for news in _follow(pipe, sheet, session, _SHEET):
+        for news in session.follow(_SHEET, lambda job: run(pipe, sheet, session, job)):
             if isinstance(news, SheetNews):
                 fresh, drawn = len(news.images) != drawn, len(news.images)
                 image = comparison.sheet(news.draw(), "the sheet so far") if fresh else gr.skip()
@@ -276,7 +269,7 @@ def setups_of(prompt: str, seed: Any, *given: Any) -> tuple[Form, Form]:
     return a, b
 
 
-def _so_far(news: Pair, preview: Preview) -> str:
+def _so_far(news: ComparisonNews, preview: Preview) -> str:
     """Both sides while they run: x0 of the latest step, or the image where it is done."""
     shown = [preview.image(one.x0) if isinstance(one, StepNews) else one and one.image for one in news]
     said = [

@@ -1,4 +1,4 @@
-"""Two runs with one seed: where they part and why, and the page's HTML of it."""
+"""Two runs with one seed: where they diverge and why, and the page's HTML of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from PIL import Image
 
-from pellucid.core.errors import Cancelled
 from pellucid.core.plan import Difference, Plan
 from pellucid.core.wording import counted, short
 from pellucid.evidence import plan_diff
@@ -24,7 +23,7 @@ from pellucid.evidence.trace.previews import Preview
 from pellucid.evidence.trace.reading import Trace
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import make_plan
-from pellucid.studio import generate_tab, html, visitors
+from pellucid.studio import generate_tab, html
 from pellucid.studio.form import Form
 from pellucid.studio.generate_tab import RunResult, StepNews
 from pellucid.studio.visitors import Job, Session
@@ -37,7 +36,7 @@ _MOST_CALLS = 300  # of plans whose differences are run on the oracle
 
 
 @dataclass(frozen=True)
-class Pair:
+class ComparisonNews:
     """Both set-ups, as far as they have come: the latest step of each, or what was made."""
 
     a: StepNews | RunResult | None = None
@@ -84,7 +83,7 @@ class ComparisonResult:
     calls: tuple[int, int]
 
 
-class Half(Job):
+class SideJob(Job):
     """One of the two runs of a job: it reports together with the other."""
 
     def __init__(self, whole: Job, held: list[Any], place: int) -> None:
@@ -93,7 +92,7 @@ class Half(Job):
 
     def tell(self, news: Any) -> None:
         self.held[self.place] = news
-        self.whole.tell(Pair(*self.held))
+        self.whole.tell(ComparisonNews(*self.held))
 
 
 def run(pipe: Pipeline, setups: Sequence[Form], session: Session, job: Job) -> ComparisonResult:
@@ -103,28 +102,16 @@ def run(pipe: Pipeline, setups: Sequence[Form], session: Session, job: Job) -> C
     held: list[Any] = [None, None]
     made = []
     for place, setup in enumerate(setups):
-        half = Half(job, held, place)
+        half = SideJob(job, held, place)
         made.append(generate_tab.run(pipe, setup, session, half))
         half.tell(made[-1])
     a, b = (reading.read(one.trace) for one in made)
-
-    def seen() -> None:
-        if job.cancelled():
-            raise Cancelled
-
-    seen()
+    job.check()
     found = diff.compare(a, b)
     strips = _aligned(a, b, found, pipe.components.vae)
     mine, theirs = (trace.header.plans[0] for trace in (a, b))
-    plans = plan_diff.compare(mine, theirs, seen, effects=max(mine.nfe, theirs.nfe) <= _MOST_CALLS)
+    plans = plan_diff.compare(mine, theirs, job.check, effects=max(mine.nfe, theirs.nfe) <= _MOST_CALLS)
     return ComparisonResult((made[0], made[1]), found, strips, plans, theirs, (len(a.steps), len(b.steps)))
-
-
-def follow(pipe: Pipeline, setups: Sequence[Form], session: Session, tab: str) -> Iterator[Pair | ComparisonResult]:
-    """How far both are, as they come, and then what was found."""
-    job = session.begin(tab, lambda job: run(pipe, setups, session, job))
-    yield from visitors.follow(job)
-    yield job.result
 
 
 # --- both in images -------------------------------------------------------------------------------------------
@@ -198,7 +185,7 @@ _STYLE = """<style>
 .plc .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 5px; }
 </style>"""
 
-EMPTY_FILM = html.block(f"{_STYLE}<p class=note>Run both: where they part, and by what, is said here.</p>")
+EMPTY_FILM = html.block(f"{_STYLE}<p class=note>Run both to see where they diverge, and why.</p>")
 
 
 def pair(images: Sequence[Image.Image | None], words: Sequence[str]) -> str:
@@ -217,8 +204,8 @@ NOTHING = pair((None, None), ("", ""))
 
 
 def verdict(done: ComparisonResult) -> str:
-    """The first step at which the runs differ, by what, and what else is said differently of them."""
-    found, rest = done.found, [told.text() for told in done.found.headers if told not in done.found.why]
+    """The first step at which the runs differ, the cause, and the other differences of their headers."""
+    found, rest = done.found, [one.text() for one in done.found.headers if one not in done.found.why]
     lines = "".join(f"<li>{html.text(line)}</li>" for line in diff.details(found))
     also = f"<p class=note>The set-ups also differ in: {html.text('; '.join(rest))}.</p>" if rest else ""
     notes = "".join(f"<p class=note>{html.text(note)}</p>" for note in found.notes)
@@ -233,13 +220,13 @@ def headline(done: ComparisonResult) -> str:
         return f"The two runs are the same in all of {counted(done.found.steps, 'step')}."
     if first.cause == "nan":
         return f"Both are NaN from step {first.step + 1} of {max(done.calls)}; the same before."
-    return f"They part at step {first.step + 1} of {max(done.calls)}, by {first.cause}."
+    return f"They diverge at step {first.step + 1} of {max(done.calls)}, by {first.cause}."
 
 
 def film(columns: Sequence[Column]) -> str:
     """Both runs aligned by step; the first that differs is outlined."""
     cells = "".join(_column(one) for one in columns)
-    note = "x0, what the network believes the image to be. Outlined: the first step that differs."
+    note = "x0, the network's estimate of the image. Outlined: the first step that differs."
     return html.block(
         f'{_STYLE}<h4>Step by step</h4><div class="wide"><div class="film">{cells}</div></div>{_said(note)}'
     )
@@ -247,7 +234,7 @@ def film(columns: Sequence[Column]) -> str:
 
 def _column(one: Column) -> str:
     shown = "".join(_cell(name, one.step, frame) for name, frame in zip(SIDES, one.frames, strict=True))
-    mark = "<br>they part here" if one.first else ""
+    mark = "<br>they diverge here" if one.first else ""
     kind = ' class="first" aria-current="step"' if one.first else ""
     return f"<div{kind}><b>step {one.step + 1}{mark}</b>{shown}</div>"
 
@@ -263,13 +250,13 @@ def _said(words: str) -> str:
 
 
 def distances(found: Comparison) -> str:
-    """How far apart the runs are by step, as long as they stand at the same levels."""
+    """How far apart the runs are at each step, as long as they are at the same levels."""
     at = [one for one in found.distances if not math.isnan(one.x0)]
     if not any(one.x0 > 0 or one.x > 0 for one in at):
         return ""
     steps = [one.step + 1 for one in at]
     series = [Series(name, steps, [getattr(one, name) for one in at]) for name in ("x", "x0")]
-    note = "As a part of B's norm; only steps at which both stand at the same level."
+    note = "As a fraction of B's norm; only steps at which both are at the same level."
     chart = Chart("How far apart, by step", series, Axis("step"), Axis("", log=True), note=note)
     return html.block(_STYLE + chart.html())
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import gradio as gr
 
-from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import parse_object, read_text
 from pellucid.core.wording import counted
 from pellucid.evidence.doctor import checks as doctor
@@ -24,13 +24,13 @@ from pellucid.studio.visitors import Job, Sessions
 from pellucid.train.image_folder import ImageFolder
 
 _TAB = "doctor"
-MODEL, CONFIG, TRACE, IMAGES = "the chosen model", "a config, pasted or sent", "a trace", "images"
+MODEL, CONFIG, TRACE, IMAGES = "the chosen model", "a config, pasted or uploaded", "a trace", "images"
 _KINDS = (MODEL, CONFIG, TRACE, IMAGES)
 _MOST_IMAGES = 64
 MOST_WORDS = 2**20  # characters of a pasted config
 _NO_DATA, _SCENES = "none", "scenes"
 COLOURS = {"error": "#c62828", "warning": "#b26a00", "note": "#1f6fd6"}
-_EMPTY = html.block('<p class="note">What is wrong, if anything, appears here: the gravest first.</p>')
+_EMPTY = html.block('<p class="note">Findings appear here, the most severe first.</p>')
 
 
 # --- what is computed --------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ _EMPTY = html.block('<p class="note">What is wrong, if anything, appears here: t
 
 @dataclass(frozen=True)
 class DoctorForm:
-    """What the controls hold, in their order: one of four kinds of subject, and how it is to be run."""
+    """The values of the controls, in their order: one of four kinds of subject, and how to run it."""
 
     kind: str = MODEL
     model: str | None = None
@@ -61,7 +61,7 @@ class DoctorForm:
         return RunSpec(steps=steps, sampler=sampler, grid=grid, device=self.device)
 
     def given(self, folder: Path) -> SubjectSpec:
-        """What the doctor is handed; files that are written for it go into the folder."""
+        """What the doctor examines; files that are written for it go into the folder."""
         data = (self.data or "").strip()
         data = None if data in ("", _NO_DATA) else _known(data)
         if self.kind == MODEL:
@@ -102,10 +102,10 @@ def _some(given: str | None, what: str, must: str) -> str:
 
 
 def _config_in(folder: Path, pasted: str, sent: str | None) -> Path:
-    """A scheduler's config or a plan as a file of its own; what is pasted comes before what is sent."""
+    """A scheduler's config or a plan as a file of its own; pasted text takes precedence over an uploaded file."""
     text = (pasted or "").strip()
     if not text:
-        path = Path(_some(sent, "config", "pasted, or sent as a .json file"))
+        path = Path(_some(sent, "config", "pasted, or uploaded as a .json file"))
         text = read_text(path, "config", 64 * MOST_WORDS, "file-size")
     elif len(text) > MOST_WORDS:
         raise PellucidError(rule("config", f"at most {MOST_WORDS:,} characters", f"{len(text):,}"), "file-size")
@@ -132,7 +132,7 @@ def _images_in(folder: Path, sent: Sequence[str]) -> Path:
 
 
 def examined(patient: DoctorForm, folder: Path, job: Job) -> Report:
-    """All checks that are possible, one after the other; each is named while it works."""
+    """All possible checks, one after the other; each is named while it runs."""
     job.tell(("opening …", 0.0))
     subject = open_subject(patient.given(folder), patient.asked())
     stoppable(subject, job)
@@ -142,8 +142,7 @@ def examined(patient: DoctorForm, folder: Path, job: Job) -> Report:
     def tick() -> None:
         nonlocal done
         done += 1
-        if job.cancelled():
-            raise Cancelled
+        job.check()
         upcoming = f": {found[done].name} …" if done < len(found) else ""
         job.tell((f"{done} of {len(found)} checks{upcoming}", done / len(found)))
 
@@ -152,21 +151,16 @@ def examined(patient: DoctorForm, folder: Path, job: Job) -> Report:
 
 def stoppable(subject: Subject, job: Job) -> None:
     """A long check ends inside the subject's own networks when the job is cancelled."""
-
-    def stop(*_: Any) -> None:
-        if job.cancelled():
-            raise Cancelled
-
     networks = [] if subject.pipeline is None else [subject.pipeline.components.network]
     for network in [*networks, *([] if subject.vae is None else [subject.vae])]:
-        network.register_forward_pre_hook(stop)
+        network.register_forward_pre_hook(lambda *_: job.check())
 
 
 # --- what is shown -----------------------------------------------------------------------------------------------
 
 
 def cards(report: Report) -> str:
-    """Whether it is healthy, said plainly; then the findings, the gravest first."""
+    """Whether it is healthy, in plain words; then the findings, the most severe first."""
     found = sorted(report.findings, key=lambda finding: -SEVERITIES.index(finding.severity))
     inside = "".join(map(_card, found))
     if not report.faulty:
@@ -216,7 +210,7 @@ def _skipped(report: Report) -> str:
 
 
 class DoctorTab:
-    """Builds the tab: on the left what is looked at, on the right what was found."""
+    """Builds the tab: the subject on the left, the findings on the right."""
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
         self.shelf, self.sessions = shelf, sessions
@@ -234,12 +228,12 @@ class DoctorTab:
         stop.click(self.cancel, None, said, queue=False)
 
     def controls(self, kind: gr.Radio) -> list[Any]:
-        """Everything that the four kinds ask for; only what the chosen one needs is seen."""
+        """The controls of all four kinds; only those of the chosen one are visible."""
         with gr.Column(visible=True) as of_model:
             weights = gr.Checkbox(
                 True,
                 label="Load and run the weights",
-                info="slower: asks the network for its target and schedule, and looks at its numbers",
+                info="slower: tests which target and schedule the network was trained for, and checks its weights",
                 elem_id="doctor-weights",
             )
         with gr.Column(visible=False) as of_config:
@@ -272,7 +266,7 @@ class DoctorTab:
                 [_NO_DATA, _SCENES],
                 value=_NO_DATA,
                 label="Known images to measure with",
-                info="scenes, or a folder of images: a model's weights are run then; slow",
+                info="scenes, or a folder of images; a model's weights are then run, which is slow",
                 allow_custom_value=True,
                 elem_id="doctor-data",
             )

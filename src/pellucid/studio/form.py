@@ -30,7 +30,7 @@ _MOST_NAME = 200  # characters that are said again
 
 @dataclass
 class Shelf:
-    """`names` are offered; any other that `load` takes may be asked for. Runs share a pipeline: it has no state."""
+    """`names` are offered; any other that `load` takes can be used too. Runs share a pipeline: it has no state."""
 
     names: Sequence[str] = ()
     device: str | None = None
@@ -43,7 +43,7 @@ class Shelf:
         return list(dict.fromkeys([*self.names, *pipelines()]))
 
     def pipe(self, name: str | None) -> Pipeline:
-        """The model of a name. Who asks for the same while it loads waits for it; who asks for another does not."""
+        """The model of a name. While it loads, requests for it wait; requests for another model do not."""
         name = name if name in self.held else named(name)
         with self.lock:
             loading = self.loading.setdefault(name, threading.Lock())
@@ -67,7 +67,7 @@ def named(name: str | None) -> str:
 
 
 def adapter(name: str | None, what: str) -> str:
-    """The name of an adapter in the same way; empty where none was asked for."""
+    """The name of an adapter, checked in the same way; empty if none is given."""
     name = (name or "").strip()
     if name and not is_adapter(name):
         must = "a folder or file of one, a part of a bundle or a hub id (owner/name)"
@@ -103,7 +103,7 @@ class ImageStart:
 
 @dataclass(frozen=True)
 class Form:
-    """What a person asked for, as the page holds it."""
+    """The values of the page's controls for one request."""
 
     prompt: str = ""
     negative: str = ""
@@ -120,20 +120,20 @@ class Form:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def request(self, **watching: Any) -> Request:
-        told: dict[str, Any] = {"seed": seed_of(self.seed), "steps": steps_of(self.steps)}
-        told |= {"prompt": prompt_of(self.prompt), "negative_prompt": self.negative.strip() or None}
-        told |= {name: value for name in ("sampler", "grid") if (value := getattr(self, name)) != OWN}
+        fields: dict[str, Any] = {"seed": seed_of(self.seed), "steps": steps_of(self.steps)}
+        fields |= {"prompt": prompt_of(self.prompt), "negative_prompt": self.negative.strip() or None}
+        fields |= {name: value for name in ("sampler", "grid") if (value := getattr(self, name)) != OWN}
         scale = float(self.guidance)
-        told["guidance"] = guarded(scale) if self.guarded else Guidance.parse(scale)
+        fields["guidance"] = guarded(scale) if self.guarded else Guidance.parse(scale)
         if self.image is not None:
-            told |= {"image": self.image.image, "mask": self.image.mask, "strength": self.image.strength}
+            fields |= {"image": self.image.image, "mask": self.image.mask, "strength": self.image.strength}
         for name in ("loras", "controls", "image_prompts"):
-            told[name] = getattr(self, name)
-        return Request(**told, **self.extra, **watching)
+            fields[name] = getattr(self, name)
+        return Request(**fields, **self.extra, **watching)
 
 
 def needed(path: str | None, adapter: str) -> Image.Image:
-    """The image that an adapter cannot do without."""
+    """The image that an adapter requires."""
     if path is None:
         raise PellucidError(f"{adapter} must come with an image; got none.", "adapter-picture")
     return upload(path)
@@ -149,18 +149,22 @@ def prompt_of(words: str | None) -> str:
 
 
 def steps_of(given: Any) -> int:
-    must = f"a whole number from 1 to {_MOST_STEPS:,}"
+    return whole(given, "steps", _MOST_STEPS, "steps")
+
+
+def whole(given: Any, what: str, most: int, code: str) -> int:
+    """A number of the page as a whole number from 1."""
     try:
-        steps = float(given)
+        found = float(given)
     except (TypeError, ValueError):
-        raise PellucidError(rule("steps", must, given), "steps") from None
-    if not 1 <= steps <= _MOST_STEPS or steps != int(steps):
-        raise PellucidError(rule("steps", must, given), "steps")
-    return int(steps)
+        found = 0.0
+    if not 1 <= found <= most or found != int(found):
+        raise PellucidError(rule(what, f"a whole number from 1 to {most:,}", given), code)
+    return int(found)
 
 
 def seed_of(given: Any) -> int:
-    """A whole number; nothing is a random one."""
+    """A whole number; a random one if the field is empty."""
     words = str(given if given is not None else "").strip()
     if not words:
         return secrets.randbelow(2**32)
@@ -172,7 +176,7 @@ def seed_of(given: Any) -> int:
 
 
 def upload(path: str | Path, what: str = "image") -> Image.Image:
-    """An image that somebody sent: its size is read before its pixels are."""
+    """An uploaded image: its size is checked before its pixels are read."""
     with images.open_bounded(path, what) as found:
         if found.width * found.height > MOST_PIXELS:
             must, got = f"at most {MOST_PIXELS // 2**20} megapixels", f"{found.width} × {found.height}"

@@ -1,4 +1,4 @@
-"""The tab Generate: words → an image, seen as it becomes one."""
+"""The tab Generate: an image from a prompt, with a preview at every step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import make_plan
 from pellucid.pipeline.recipe import Recipe, write_png
 from pellucid.pipeline.request import Control, ImagePrompt, Lora
-from pellucid.studio import form, html, visitors
+from pellucid.studio import form, html
 from pellucid.studio.form import Form, ImageStart, Shelf, adapter
 from pellucid.studio.html import status
 from pellucid.studio.visitors import Job, Session, Sessions
@@ -35,7 +35,7 @@ EAGER = 0.25  # seconds that a decoded preview may take; slower ones are mapped 
 
 @dataclass(frozen=True)
 class StepNews:
-    """A step that was made: `x0` is what the network believes the image to be."""
+    """A completed step: `x0` is the network's estimate of the image."""
 
     step: int
     steps: int
@@ -63,7 +63,7 @@ class RunResult:
 
 
 def run(pipe: Pipeline, setup: Form, session: Session, job: Job) -> RunResult:
-    """Runs a set-up and tells its moments; the trace is recorded with tensors."""
+    """Runs a set-up and reports its steps; the trace is recorded with tensors."""
     began = time.perf_counter()
     request = setup.request(cancelled=job.cancelled)
     steps = make_plan(pipe.components, request).plan.nfe
@@ -78,13 +78,6 @@ def run(pipe: Pipeline, setup: Form, session: Session, job: Job) -> RunResult:
     file = session.new_file(".png")
     write_png(made.images[0], file, made.recipe)
     return RunResult(made.images[0], file, trace, made.recipe, made.notes, time.perf_counter() - began)
-
-
-def follow(pipe: Pipeline, setup: Form, session: Session, tab: str) -> Iterator[StepNews | RunResult]:
-    """The moments of a run as they come, the newest only, and then what was made."""
-    job = session.begin(tab, lambda job: run(pipe, setup, session, job))
-    yield from visitors.follow(job)
-    yield job.result
 
 
 class Preview:
@@ -128,7 +121,7 @@ _QUIET: dict[str, Any] = {"show_progress": "hidden"}
 
 
 class GenerateTab:
-    """Builds the tab; its handlers know the models and who is at the page."""
+    """Builds the tab; its handlers use the loaded models and the sessions."""
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
         self.shelf, self.sessions = shelf, sessions
@@ -143,7 +136,7 @@ class GenerateTab:
                 shown = gr.HTML(_EMPTY, elem_id="image")
                 file = gr.DownloadButton("Download with recipe", interactive=False, elem_id="download")
                 with gr.Accordion("Recipe", open=False):
-                    recipe = gr.Code("", language="json", label="what repeats this image", elem_id="recipe")
+                    recipe = gr.Code("", language="json", label="repeats this image", elem_id="recipe")
             with gr.Column(scale=5, min_width=320):
                 asked = [self.prompt, *self.controls()]
         outputs = [shown, said, file, recipe, ran]
@@ -165,7 +158,7 @@ class GenerateTab:
         with gr.Accordion("From an image", open=False):
             start = gr.Image(label="Image", type="filepath", sources=["upload", "clipboard"], height=200)
             mask = gr.ImageEditor(
-                label="Paint what is to be regenerated (nothing: all of it)",
+                label="Paint the area to regenerate (if empty: the whole image)",
                 type="pil",
                 sources=(),
                 layers=False,
@@ -188,9 +181,9 @@ class GenerateTab:
         lora = gr.Dropdown(of("lora"), value="", label="LoRA", allow_custom_value=True)
         by = gr.Slider(-2, 2, 1.0, step=0.05, label="LoRA scale")
         control = gr.Dropdown(of("controlnet"), value="", label="ControlNet", allow_custom_value=True)
-        hint = gr.Image(label="What it follows (edges)", type="filepath", height=160)
+        hint = gr.Image(label="Image to follow (edges)", type="filepath", height=160)
         look = gr.Dropdown(of("ip_adapter"), value="", label="IP-Adapter", allow_custom_value=True)
-        like = gr.Image(label="What it is to look like", type="filepath", height=160)
+        like = gr.Image(label="Image to resemble", type="filepath", height=160)
         return [lora, by, control, hint, look, like]
 
     def fitted(self, path: str | None) -> Any:
@@ -213,7 +206,7 @@ class GenerateTab:
         preview = Preview(pipe)
         yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False), "", gr.skip()
         try:
-            for news in follow(pipe, setup, session, _TAB):
+            for news in session.follow(_TAB, lambda job: run(pipe, setup, session, job)):
                 if isinstance(news, StepNews):
                     made = preview.image(news.x0)
                     shown = html.block(html.frame(made, "preview", "x0 as the network sees it now"))

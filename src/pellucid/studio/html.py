@@ -1,4 +1,4 @@
-"""Pieces of the page as HTML: images, tables, drawings, a status; errors in one line, numbers as people read them."""
+"""Pieces of the page as HTML: images, tables, drawings, a status; errors in one line, numbers in readable form."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _svg_source(figure: Figure) -> str:
 
 
 def figure(figure: Figure, alt: str) -> str:
-    """As wide as the page, or, by a switch, so large that all of it can be read."""
+    """As wide as the page or, if a box is ticked, in full size."""
     full = round(figure.get_figwidth() * _INCH)
     mark = f"drawn-{next(_NUMBERS)}"
     style = (
@@ -165,11 +165,11 @@ def plainly() -> Iterator[None]:
     except Exception as error:  # a defect: said as such, and printed where the studio runs
         if is_out_of_memory(error):
             raise gr.Error("Not enough memory. Ask for fewer or smaller images.", duration=None) from None
-        raise gr.Error(f"A defect of Pellucid: {type(error).__name__}: {error}", duration=None) from error
+        raise gr.Error(f"This is a bug in Pellucid: {type(error).__name__}: {error}", duration=None) from error
 
 
 def settled(count: int = 2, place: int = 0) -> Callable[[Handler], Handler]:
-    """For a handler of `count` outputs with the status at a place: errors plainly, and a last status if it fails."""
+    """For a handler of `count` outputs, the one at `place` being its status: shows errors, and resets the status."""
 
     def alone(said: str) -> tuple[Any, ...]:
         return tuple(status(said) if i == place else gr.skip() for i in range(count))

@@ -27,8 +27,8 @@ _MATHS: list[dict[str, str | bool]] = [
     {"left": "$", "right": "$", "display": False},
 ]
 _COLOURS = {"passed": "#188a3b", "wrong": "#c62828", "error": "#c62828", "not written yet": "#b26a00"}
-_OFF = "Checks run code, so they must be asked for on the studio's own machine: pellucid lab 03 --check FILE."
-_NOTHING = html.block('<p class="note">What the checks say appears here.</p>')
+_OFF = "Checks run code, so they only run on the studio's own machine: pellucid lab 03 --check FILE."
+_NOTHING = html.block('<p class="note">The results of the checks appear here.</p>')
 
 
 # --- what is computed --------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def checked(lab: Lab, answer: str, folder: Path, job: Job) -> list[Outcome]:
 
 
 def read_answer(path: str) -> str:
-    """The text of a file that somebody sent."""
+    """The text of an uploaded file."""
     answers.refuse(Path(path))
     return Path(path).read_text("utf-8", errors="replace")
 
@@ -64,18 +64,18 @@ def read_answer(path: str) -> str:
 
 
 def page_of(blocks: Sequence[Block], done: Sequence[BlockResult] = ()) -> str:
-    """The lab as Markdown: its words and code, and beneath each block that has run what came of it."""
+    """The lab as Markdown: its text and code, and the output below each block that has run."""
     parts = []
     for number, block in enumerate(blocks):
         parts.append(script.markdown(block.text))
         if block.code:
             parts.append(fenced(block.code, "python"))
         if number < len(done):
-            parts.append(came(done[number]))
+            parts.append(output_of(done[number]))
     return "\n\n".join(part for part in parts if part)
 
 
-def came(shown: BlockResult) -> str:
+def output_of(shown: BlockResult) -> str:
     """What a block printed and drew, or why it failed."""
     parts = [fenced(shown.printed.rstrip("\n"), "text")] if shown.printed.strip() else []
     for i, file in enumerate(shown.figures, 1):
@@ -137,10 +137,10 @@ class LabsTab:
                     [(f"{lab.code} {lab.title}", lab.stem) for lab in LABS],
                     value=chosen.stem,
                     label="Lab",
-                    info="each asks one question, and answers it by running code",
+                    info="each answers one question by running code",
                     elem_id="labs-choice",
                 )
-                smoke = gr.Checkbox(False, label="Small size: seconds, fewer images", elem_id="labs-smoke")
+                smoke = gr.Checkbox(False, label="Small size: takes seconds, makes fewer images", elem_id="labs-smoke")
                 with gr.Row():
                     go = gr.Button("Run", variant="primary", min_width=120, elem_id="labs-run")
                     stop = gr.Button("Cancel", variant="stop", min_width=120, elem_id="labs-cancel")
@@ -148,7 +148,7 @@ class LabsTab:
                 answer = gr.Code(
                     chosen.starter.read_text("utf-8"),
                     language="python",
-                    label="Your answer: fill the gaps",
+                    label="Your answer: fill in the gaps",
                     lines=10,
                     max_lines=24,
                     interactive=True,
@@ -156,9 +156,9 @@ class LabsTab:
                 )
                 with gr.Row():
                     starter = gr.DownloadButton(
-                        "Get the starter", value=str(chosen.starter), min_width=120, elem_id="labs-starter"
+                        "Download the starter", value=str(chosen.starter), min_width=120, elem_id="labs-starter"
                     )
-                    sent = gr.UploadButton("Send a file", file_types=[".py"], min_width=120, elem_id="labs-upload")
+                    sent = gr.UploadButton("Upload a file", file_types=[".py"], min_width=120, elem_id="labs-upload")
                 look = gr.Button("Check", variant="primary", interactive=checks, elem_id="labs-check")
                 told = gr.HTML(status("nothing checked yet" if checks else _OFF), elem_id="labs-check-status")
                 results = gr.HTML(_NOTHING, elem_id="labs-results")
@@ -177,7 +177,7 @@ class LabsTab:
         look.click(self.check, [choice, answer], [told, results], concurrency_limit=4, **quiet)
 
     def choose(self, name: str, current: str, answer: str | None, answers: dict[str, str], request: gr.Request) -> Any:
-        """Another lab; what was written for the one before is kept, and is there again when it is chosen."""
+        """Another lab; the answer to the previous one is kept until that lab is chosen again."""
         with html.plainly():
             lab = catalog.find(name)
             session = self.sessions.of(request.session_hash)

@@ -1,4 +1,4 @@
-"""The tab Pipeline: what a model is made of, what flows through it, what it weighs, and what each saving costs."""
+"""The tab Pipeline: a model's parts, what flows between them, their memory, and what each saving costs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def names_of(graph: Graph) -> list[str]:
 
 
 def component(graph: Graph, name: str) -> str:
-    """One station: what it is, what comes and goes, and its blocks."""
+    """One node of the graph: its class, its inputs and outputs, and its blocks."""
     node = graph.node(name)
     about = [*tables.classes(node), *tables.weight(node), *tables.remarks(node), tables.duration(node)]
     lines = [f"<p><b>{html.text(node.name)}</b> {html.text(' · '.join(word for word in about if word))}</p>"]
@@ -151,7 +151,7 @@ def _by_stage(row: StrategyCost) -> tuple[int, int]:
 
 
 class PipelineTab:
-    """Builds the tab. The graph of a model is drawn when somebody comes to look at it."""
+    """Builds the tab. The graph of a model is drawn when the tab is first opened."""
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
         self.shelf, self.sessions = shelf, sessions

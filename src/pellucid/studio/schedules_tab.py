@@ -24,7 +24,7 @@ from pellucid.core.wording import short
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Series
 from pellucid.pipeline.images import flatten, to_images, to_tensor
-from pellucid.scenes import Scene, Scenes, Thing, render
+from pellucid.scenes import Scene, SceneObject, Scenes, render
 from pellucid.studio import form, html
 from pellucid.studio.form import Shelf
 from pellucid.studio.visitors import Sessions
@@ -37,7 +37,9 @@ _DRAWN = 160  # points of a curve
 COLUMNS = 8  # times at which an image is noised
 SIDE = 96  # pixels of it
 _SEED = 7
-_SCENE = Scene((Thing("star", "red", "solid", 0.38, 0.42, 0.24), Thing("circle", "blue", "striped", 0.7, 0.7, 0.17)))
+_SCENE = Scene(
+    (SceneObject("star", "red", "solid", 0.38, 0.42, 0.24), SceneObject("circle", "blue", "striped", 0.7, 0.7, 0.17))
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def curves(names: Sequence[str], grid: str, steps: Any, zero_snr: bool) -> Curve
 
 
 def _steps_of(given: Any) -> int:
-    """As many points as the charts have room for."""
+    """The number of points of the grid, bounded by what the charts can show."""
     try:
         steps = form.steps_of(given)
     except PellucidError:
@@ -125,7 +127,7 @@ def scene() -> Tensor:
 
 
 def square(image: Image.Image) -> Tensor:
-    """(3, S, S): the middle of an image somebody gave."""
+    """(3, S, S): the middle of an uploaded image."""
     return to_tensor(ImageOps.fit(flatten(image), (SIDE, SIDE)))[0]
 
 
@@ -200,7 +202,7 @@ class SchedulesTab:
         with gr.Row():
             with gr.Column(scale=1, min_width=200):
                 given = gr.Image(
-                    label="Image (else a scene)",
+                    label="Image (a scene if empty)",
                     type="filepath",
                     sources=["upload", "clipboard"],
                     height=200,
@@ -216,7 +218,7 @@ class SchedulesTab:
             control.change(self.draw, inputs, outputs, show_progress="hidden", trigger_mode="always_last")
 
     def open(self, *chosen: Any) -> Any:
-        """The images alone; what is wrong was said when it was chosen."""
+        """The images alone; an error was shown when the wrong value was chosen."""
         with html.plainly():
             try:
                 return _images(*_asked_for(*chosen))
@@ -267,7 +269,7 @@ def _colour(number: int) -> str:
 
 
 def panels(found: Curves) -> str:
-    """Four charts; a line a schedule, a dot a call of the model."""
+    """Four charts, with one line per schedule and one dot per call of the model."""
     key = "".join(
         f'<span><i style="background:{_colour(i)}"></i>{html.text(one.name)}</span>'
         for i, one in enumerate(found.found)
@@ -303,10 +305,10 @@ def _numbers(found: Curves) -> str:
     for one in found.found:
         low, high = one.schedule.span
         for i, time in enumerate(one.call_time):
-            told = short(float(low + time * (high - low)), 5)
+            timestep = short(float(low + time * (high - low)), 5)
             values = (short(float(one.calls[name][i])) for name in ("beta", "alpha_bar", "snr", "lam"))
-            rows.append((f"{one.name}, call {i + 1}", told, *values))
-    return html.block(html.table(("", "time told", "β", "ᾱ", "SNR", "λ"), rows))
+            rows.append((f"{one.name}, call {i + 1}", timestep, *values))
+    return html.block(html.table(("", "timestep", "β", "ᾱ", "SNR", "λ"), rows))
 
 
 def _images(found: Curves, x0: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""The folder of this process's studio: nobody else can read it, and it goes when the process does.
+"""The folder of this process's studio: only its owner can read it, and it is removed when the process ends.
 
 A lock in it, held as long as the process lives, tells the next studio which folders were left behind.
 """
@@ -24,7 +24,7 @@ _held: dict[Path, int] = {}  # the folder and its open lock
 
 
 def folder() -> Path:
-    """Mode 0700, and gradio's own for what people send and get; made when it is first asked for."""
+    """Mode 0700; also gradio's folder for uploads and downloads. It is created when it is first needed."""
     if not _held:
         _remove_leftovers()
         while not _held:
@@ -51,7 +51,7 @@ def remove() -> None:
 
 
 def _remove_leftovers() -> None:
-    """Folders of studios that were killed; those of other people and of live studios stay."""
+    """Removes the folders of studios that were killed; those of other users and of running studios stay."""
     for place in Path(tempfile.gettempdir()).glob(_PREFIX + "*") if fcntl else ():
         with contextlib.suppress(OSError):
             if place.is_symlink() or not place.is_dir() or place.stat().st_uid != os.getuid():

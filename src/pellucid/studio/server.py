@@ -1,4 +1,4 @@
-"""The page on a port of this machine, behind a guard that asks for its token."""
+"""Serves the page on a port of this machine, behind a guard that requires its token."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _leading_to(address: str) -> str:
-    """A page that goes on to the address at once."""
+    """A page that redirects to the address at once."""
     return f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={escape(address)}">\n'
 
 
@@ -108,7 +108,7 @@ def _same(given: str, secret: str) -> bool:
 
 
 def _clicked(asked: HTTPConnection) -> bool:
-    """Whether somebody follows a link to the page, which the site with the link cannot read."""
+    """Whether this is a followed link to the page, whose content the linking site cannot read."""
     whole = asked.headers.get("sec-fetch-mode") == "navigate" and asked.headers.get("sec-fetch-dest") == "document"
     return whole and asked.scope.get("method") == "GET"
 
@@ -184,7 +184,7 @@ class Studio:
 
 
 def start(page: gr.Blocks, sessions: Sessions, *, host: str, port: int, **looks: Any) -> Studio:
-    """Serves the page in a thread; port 0 takes a free one. Whatever is asked, the guard is asked first."""
+    """Serves the page in a thread; port 0 takes a free one. The guard sees every request first."""
     listening = _bound(host, port)
     port = listening.getsockname()[1]
     host = f"[{host}]" if ":" in host else host

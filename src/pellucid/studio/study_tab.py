@@ -1,4 +1,4 @@
-"""The tab Study: which sampler, how many steps, for this model. It fills while one watches, and can be resumed."""
+"""The tab Study: which sampler, and how many steps, for this model. It fills in while it runs, and can be resumed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from pellucid.evidence.study.samplers_verdict import SamplerFigures
 from pellucid.evidence.study.setups import SamplerCell
 from pellucid.evidence.study.subject import Subject
 from pellucid.interop.source import expanded
-from pellucid.studio import html, visitors
-from pellucid.studio.form import Shelf, named
+from pellucid.studio import html
+from pellucid.studio.form import Shelf, named, whole
 from pellucid.studio.generate_tab import EXAMPLES
 from pellucid.studio.html import status
 from pellucid.studio.visitors import Job, Session, Sessions
@@ -44,9 +44,9 @@ _MOST_STEPS = 250  # of a cell
 _SHOWN = 4  # images of the cell that was made last
 MOST_REPORT = 64 * 2**20  # bytes of a page that is opened
 _MOST_PATH = 4096
-_FIRST = "the converged images, which all are compared with, come first"
+_FIRST = "the converged images, the reference for all others, come first"
 _TOO_SLOW = "too slow for the page: use pellucid study samplers"
-_FEW = 2  # prompts that stand there at the start
+_FEW = 2  # prompts at the start
 _ROOM = '<div style="min-height: min(440px, 90vw)">{}</div>'  # of the chart, before it is there and after
 EMPTY = html.block(
     _ROOM.format('<p class="note">A point for each sampler and step count appears here as it is made.</p>')
@@ -72,7 +72,7 @@ class StudyForm:
         """Checked and bounded; a model that takes neither text nor labels gets no prompts."""
         chosen = tuple(dict.fromkeys(one.strip() for one in self.samplers or () if one and one.strip()))
         prompts = tuple(line.strip() for line in (self.prompts or "").splitlines() if line.strip())
-        seeds = _whole(self.seeds, "images of each prompt", _MOST_SEEDS)
+        seeds = whole(self.seeds, "images of each prompt", _MOST_SEEDS, "study-number")
         counts = _counts_of(self.steps)
         for what, found, most in (("samplers", chosen, _MOST_SAMPLERS), ("prompts", prompts, _MOST_PROMPTS)):
             if len(found) > most:
@@ -84,7 +84,7 @@ class StudyForm:
             raise PellucidError(rule("prompts × images", must, len(prompts) * seeds), "study-size")
         if asks == "nothing":
             prompts = ()
-        best = max(_whole(self.yardstick, "steps of the yardstick", 1000), 2)
+        best = max(whole(self.yardstick, "steps of the converged images", 1000, "study-number"), 2)
         return SamplerStudyConfig(
             model=named(self.model),
             samplers=chosen,
@@ -110,19 +110,8 @@ def _counts_of(text: str | None) -> tuple[int, ...]:
     return found
 
 
-def _whole(given: Any, what: str, most: int) -> int:
-    must = f"a whole number from 1 to {most:,}"
-    try:
-        found = float(given)
-    except (TypeError, ValueError):
-        raise PellucidError(rule(what, must, given), "study-number") from None
-    if found != int(found) or not 1 <= found <= most:
-        raise PellucidError(rule(what, must, f"{found:g}"), "study-number")
-    return int(found)
-
-
 def folder_of(config: SamplerStudyConfig, mark: str, inside: Path) -> Path:
-    """The folder of a study: the same for all that may go on in it, whatever samplers and steps are asked for."""
+    """The folder of a study: the same for all requests that may extend it, whatever their samplers and steps."""
     plain = config.plain()
     held = json.dumps([mark, *(plain[name] for name in FIXED_KEYS)], sort_keys=True)
     return inside / f"study-{hashlib.sha256(held.encode()).hexdigest()[:12]}"
@@ -171,8 +160,8 @@ def _first_images(study: SamplerStudy, cell: SamplerCell) -> list[Image.Image]:
     return study.files.images(cell, 0, len(study.config.numbers(0)))[:_SHOWN]
 
 
-class _Stoppable:
-    """A pipeline whose runs end when a job is cancelled, and tell each of their steps."""
+class _CancellablePipeline:
+    """A pipeline whose runs report each step and end when a job is cancelled."""
 
     def __init__(self, pipe: Any, job: Job) -> None:
         self.pipe, self.job = pipe, job
@@ -191,12 +180,12 @@ def _light(judges: Judges) -> Judges:
 
 
 def run(pipe: Any, wish: StudyForm, inside: Path, job: Job) -> Path:
-    """Makes what is missing, times it, writes the report; the path of its page. What is made is kept at once."""
+    """Makes and times what is missing, keeping each cell at once, and writes the report; returns its page."""
     charts.require()
     subject = Subject.of(pipe)
     config = wish.config(subject.asks)
     folder = folder_of(config, subject.mark, inside)
-    maker = _Stoppable(subject.pipe, job)
+    maker = _CancellablePipeline(subject.pipe, job)
     study = SamplerStudy(config, folder, replace(subject, pipe=maker))
     study.judges = _light(Judges.open(study))
     _fill(study, maker, job)
@@ -206,7 +195,7 @@ def run(pipe: Any, wish: StudyForm, inside: Path, job: Job) -> Path:
     return samplers_report.write(SamplerFigures(SamplerStudy(config, folder, subject), study.judges))
 
 
-def _fill(study: SamplerStudy, maker: _Stoppable, job: Job) -> None:
+def _fill(study: SamplerStudy, maker: _CancellablePipeline, job: Job) -> None:
     """The images of all cells, each reported as it comes, with steps in between."""
     total, done, cells = study.todo(), 0, _cells_of(study)
     job.tell(StudyNews(_FIRST, 0.0, cells))
@@ -229,8 +218,7 @@ def _fill(study: SamplerStudy, maker: _Stoppable, job: Job) -> None:
     maker.see = see
     study.run(lambda what, total: nullcontext(seen), job.cancelled)
     maker.see = lambda seen: None
-    if job.cancelled():
-        raise Cancelled
+    job.check()
 
 
 def _timing(study: SamplerStudy, job: Job, total: int) -> Callable[[int], None]:
@@ -240,15 +228,14 @@ def _timing(study: SamplerStudy, job: Job, total: int) -> Callable[[int], None]:
     def tick(count: int) -> None:
         nonlocal done
         done += count
-        if job.cancelled():
-            raise Cancelled
+        job.check()
         job.tell(StudyNews(f"timing: {done} of {total} model calls", done / max(total, 1), cells))
 
     return tick
 
 
 def report_in(path: str | None) -> str:
-    """The page of a study that is there already: a folder with a study's config and its report."""
+    """The page of an existing study: a folder with a study's config and its report."""
     text = (path or "").strip()
     if not text or len(text) > _MOST_PATH or "\0" in text:
         raise PellucidError(rule("study", "the path of a study's folder", text[:60] or "none"), "study-folder")
@@ -278,12 +265,12 @@ def table(cells: Sequence[CellState]) -> str:
         distance = "–" if one.distance is None else html.number(one.distance)
         seconds = "–" if one.seconds is None else html.seconds(one.seconds)
         rows.append((one.cell.setup.text, one.cell.steps, one.cell.nfe, distance, seconds))
-    heads = ("sampler", "steps", "calls", "distance", "an image")
+    heads = ("sampler", "steps", "calls", "distance", "time per image")
     return html.block(html.table(heads, rows, marks=kinds))
 
 
 def chart(cells: Sequence[CellState]) -> str:
-    """The distance to the converged image over model calls, a line a sampler, as far as it is known."""
+    """The distance to the converged image over model calls, one line per sampler, as far as it is known."""
     series = []
     for number, name in enumerate(dict.fromkeys(one.cell.setup.text for one in cells)):
         own = [one for one in cells if one.cell.setup.text == name and one.distance is not None]
@@ -319,7 +306,7 @@ def framed(page: str, title: str) -> str:
 
 
 class StudyTab:
-    """Builds the tab: what is asked for on the left, the points as they come on the right, the report below."""
+    """Builds the tab: the controls on the left, the points as they come on the right, the report below."""
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
         self.shelf, self.sessions = shelf, sessions
@@ -337,7 +324,7 @@ class StudyTab:
         page = gr.HTML(_NO_REPORT, elem_id="study-report")
         with gr.Row():
             path = gr.Textbox(
-                label="A study that is there already",
+                label="Existing study",
                 info="the path of its folder",
                 max_length=_MOST_PATH,
                 scale=4,
@@ -370,7 +357,7 @@ class StudyTab:
             seeds = gr.Number(1, label="Images of each prompt", precision=None, min_width=120, elem_id="study-seeds")
             best = gr.Number(
                 _YARDSTICK,
-                label="Steps of the yardstick",
+                label="Steps of the converged images",
                 info="twice the most steps, or more",
                 precision=None,
                 min_width=120,
@@ -405,13 +392,11 @@ class StudyTab:
         before = session.jobs.get(_TAB)
 
         def work(job: Job) -> Path:
-            while before is not None and not before.ended:  # it was told to stop, and writes into the same folder
+            while before is not None and not before.ended:  # it was cancelled, but may still write into the same folder
                 time.sleep(0.05)
             return run(pipe, wish, session.folder, job)
 
-        job = session.begin(_TAB, work)
-        yield from visitors.follow(job)
-        yield job.result
+        return session.follow(_TAB, work)
 
     def open(self, path: str | None) -> tuple[Any, Any]:
         with html.plainly():

@@ -24,7 +24,7 @@ from pellucid.studio.visitors import Sessions
 
 _FITTED = 6  # steps whose x0 the colours are fitted on
 _NAMES = {
-    "x": "x, what the network was shown",
+    "x": "x, the input of the network",
     "x0": "x0, what it believes the image to be",
     "eps": "eps, the noise it sees",
     "delta": "what guidance changed",
@@ -34,7 +34,7 @@ _EMPTY = html.block("<p class=note>Generate an image, or open a trace file: its 
 
 @dataclass
 class Film:
-    """A trace and how to look at it; the images of a step are made when somebody looks."""
+    """A trace and how to show it; the images of a step are made when the step is first shown."""
 
     trace: Trace
     look: Preview | None
@@ -91,7 +91,7 @@ def _numbers(film: Film, index: int) -> str:
     rows = [
         ("level: alpha, sigma", f"{step.level.alpha:.5f}, {step.level.sigma:.5f}"),
         ("λ = log(alpha / sigma)", f"{step.level.lam:+.4f}"),
-        ("time told to the network", html.number(step.time)),
+        ("time passed to the network", html.number(step.time)),
         *((f"size of {name} (rms)", html.number(step.norms[name][place] / size)) for name in _NAMES),
         ("cosine of cond and uncond", html.number(step.cosine[place])),
         ("x0 saturated", f"{step.saturation[place]:.2%}"),
@@ -113,7 +113,7 @@ def _curve(film: Film, index: int) -> str:
     chart = Chart(
         "Where the step lies",
         [Series("calls of the network", times, lams, labels=labels)],
-        Axis("time told to the network"),
+        Axis("time passed to the network"),
         Axis("λ, log of signal to noise"),
         [here],
     )

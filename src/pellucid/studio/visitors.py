@@ -1,4 +1,4 @@
-"""One person at the page: a folder for what their runs leave, and the work that they have under way."""
+"""Sessions of the page: each has a folder for its files, and its jobs in progress."""
 
 from __future__ import annotations
 
@@ -25,33 +25,37 @@ _STOP = object()  # put for the follower: the work itself may take a while to no
 
 @dataclass
 class Job:
-    """`tell` reports to the follower; the work calls `cancelled` between its steps."""
+    """Work in a thread: it reports through `tell` to its follower, and calls `cancelled` between its steps."""
 
-    told: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    reports: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     stop: threading.Event = field(default_factory=threading.Event)
     ended: bool = False
     result: Any = None
     error: BaseException | None = None
 
     def tell(self, news: Any) -> None:
-        self.told.put(news)
+        self.reports.put(news)
 
     def cancelled(self) -> bool:
         return self.stop.is_set()
 
+    def check(self) -> None:
+        """Ends the work if it was cancelled."""
+        if self.cancelled():
+            raise Cancelled
+
     def cancel(self) -> None:
         self.stop.set()
-        self.told.put(_STOP)
+        self.reports.put(_STOP)
 
     def ticks(self, total: int, what: str) -> Callable[..., None]:
-        """A function that tells (words, part) at each call, and ends the work where it was cancelled."""
+        """A function that reports (words, part) at each call, and ends the work if it was cancelled."""
         done = 0
 
         def tick(count: int = 1) -> None:
             nonlocal done
             done += count
-            if self.cancelled():
-                raise Cancelled
+            self.check()
             self.tell((f"{what} {done} of {total}", done / max(total, 1)))
 
         return tick
@@ -62,7 +66,7 @@ class Job:
         except BaseException as error:  # shown by the follower
             self.error = error
         self.ended = True
-        self.told.put(self)
+        self.reports.put(self)
 
 
 def begin(work: Work) -> Job:
@@ -73,22 +77,22 @@ def begin(work: Work) -> Job:
 
 
 def follow(job: Job) -> Iterator[Any]:
-    """The latest news, again and again, until the work ends; then its error is raised. Older news are passed over.
+    """Yields the latest news until the work ends, skipping older ones; then raises the work's error, if any.
 
-    Where somebody cancels, Cancelled is raised at once, even amid a long step. A follower that goes away (its page was
-    closed) takes the work with it.
+    If the job is cancelled, Cancelled is raised at once, even in the middle of a long step. A follower that goes away
+    (its page was closed) cancels the work.
     """
     try:
         ended = False
         while not ended:
-            news = [job.told.get()]
-            while not job.told.empty():
-                news.append(job.told.get())
+            news = [job.reports.get()]
+            while not job.reports.empty():
+                news.append(job.reports.get())
             ended = news[-1] is job
             if any(one is _STOP for one in news):
                 raise Cancelled
-            if told := news[:-1] if ended else news:
-                yield told[-1]
+            if latest := news[:-1] if ended else news:
+                yield latest[-1]
     finally:
         job.cancel()
     if job.error is not None:
@@ -125,10 +129,16 @@ class Session:
             self.runs.pop(next(iter(self.runs))).unlink(missing_ok=True)
 
     def begin(self, tab: str, work: Work) -> Job:
-        """One job per tab: what was under way there is stopped."""
+        """One job per tab: the previous one is cancelled."""
         self.cancel(tab)
         self.jobs[tab] = begin(work)
         return self.jobs[tab]
+
+    def follow(self, tab: str, work: Work) -> Iterator[Any]:
+        """Begins a job; its latest news as they come, and then its result."""
+        job = self.begin(tab, work)
+        yield from follow(job)
+        yield job.result
 
     def cancel(self, tab: str) -> bool:
         """Whether there was something to cancel."""
@@ -145,7 +155,7 @@ class Session:
 
 @dataclass
 class Sessions:
-    """All that are at the page, by the mark that Gradio gives each browser tab."""
+    """The sessions, by the mark that Gradio gives each browser tab."""
 
     held: dict[str, Session] = field(default_factory=dict)
     open: Counter[str] = field(default_factory=Counter)  # pages whose heartbeat is heard, by mark
@@ -175,15 +185,15 @@ class Sessions:
                 del self.open[mark]
                 self.end(mark)
 
-    def note(self, mark: str | None, told: Any) -> None:
-        """Remembers the files that a page was sent or sent itself, as gradio names them in its messages."""
-        found = {path for path in map(Path, _paths(told)) if path.is_relative_to(scratch.folder())}
+    def note(self, mark: str | None, message: Any) -> None:
+        """Remembers the files that a page uploaded or received, as gradio names them in its messages."""
+        found = {path for path in map(Path, _paths(message)) if path.is_relative_to(scratch.folder())}
         with self.lock:
             if found and (session := self.held.get(mark or "")):  # a page that has closed is not opened again
                 session.sent |= found
 
     def end(self, mark: str | None) -> list[Job]:
-        """Work stops, and what was left is removed. The work that has yet to notice is returned."""
+        """Cancels its work and removes its files. Returns the jobs that have not ended yet."""
         with self.lock:
             gone = self.held.pop(mark or "", None)
             if gone is None:
@@ -196,7 +206,7 @@ class Sessions:
             return under_way
 
     def end_idle(self, idle: float = IDLE) -> None:
-        """Sessions without a heartbeat: their page is gone, or there never was one."""
+        """Ends sessions without a heartbeat: their page is gone, or there never was one."""
         with self.lock:
             for mark, session in list(self.held.items()):
                 if mark not in self.open and not session.busy and time.monotonic() - session.seen > idle:
@@ -219,14 +229,14 @@ class Sessions:
 
 
 def files() -> set[Path]:
-    """All that gradio keeps, in folders by what is in a file."""
+    """All files that gradio keeps, in folders named by their content."""
     found = (place for place in scratch.folder().iterdir() if not place.name.startswith((_FOLDER, scratch.LOCK)))
     return {path for place in found for path in (place.rglob("*") if place.is_dir() else [place]) if path.is_file()}
 
 
-def _paths(told: Any) -> list[str]:
+def _paths(message: Any) -> list[str]:
     """Every `path` in a message."""
-    if isinstance(told, dict):
-        own = [told["path"]] if isinstance(told.get("path"), str) else []
-        return own + _paths(list(told.values()))
-    return [path for one in told for path in _paths(one)] if isinstance(told, list | tuple) else []
+    if isinstance(message, dict):
+        own = [message["path"]] if isinstance(message.get("path"), str) else []
+        return own + _paths(list(message.values()))
+    return [path for one in message for path in _paths(one)] if isinstance(message, list | tuple) else []

@@ -26,7 +26,7 @@ from pellucid.pipeline.model import networks_of
 from pellucid.train.autoencoder import DECODED_AT_ONCE, drawn_latents
 from pellucid.train.config import ObjectiveConfig
 from pellucid.train.draws import Draws
-from pellucid.train.objective import Grades, Objective, Times, Weighting
+from pellucid.train.objective import BatchLoss, Objective, Times, Weighting
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 from pellucid.train.text import CaptionIds, captions_of, check_vocabulary, tokens
@@ -41,7 +41,7 @@ _MAX_SHOWN = 64  # examples that are kept for sample images
 
 @dataclass(frozen=True)
 class AdapterObjectiveConfig:
-    """What the adapted model is asked: by its own schedule and target, where they are not overruled."""
+    """The objective of an adapter: with the base's own schedule and target, unless they are overridden."""
 
     schedule: Mapping[str, Any] | None = None
     target: str | None = None
@@ -69,18 +69,18 @@ class AdapterConfig:
     sampling: SamplingConfig = field(default_factory=default_sampling)
 
 
-class Frozen(Generic[_T]):
-    """Something beside a trained network: not among its submodules, so neither trained nor saved nor copied with it."""
+class FrozenPart(Generic[_T]):
+    """What a trained network uses without owning it: not a submodule, so not trained, saved or copied with it."""
 
     def __init__(self, held: _T) -> None:
         self.held = held
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Frozen[_T]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenPart[_T]:
         return self
 
 
-class Base:
-    """A text-to-image pipeline that stays as it is: images to latents and back, captions to the network's conditions.
+class FrozenPipeline:
+    """A text-to-image pipeline that is not trained: images to latents and back, captions to the network's conditions.
 
     `precision` is that of all its networks. Latents are encoded when they are needed; a batch that is latents already,
     from a cache, is taken as it is.
@@ -216,16 +216,16 @@ def encode(text: Sequence[TextPart], tokens: Tensor, kept: Tensor | None = None)
 
 
 class AdapterTask(ABC):
-    """Noise the data, ask the base with its adapter, grade the answer. `network` holds what is trained and no more.
+    """Noise the data, run the base with its adapter, compute the loss. `network` holds only what is trained.
 
-    A task makes its network's conditions from a batch (`inputs`); images drop a part of them by chance, by the masks
-    of `masks`, one per part.
+    A task makes its network's conditions from a batch (`inputs`); `masks` selects the images that drop a part of them,
+    with one mask per part.
     """
 
     network: nn.Module
 
     def __init__(self, config: AdapterConfig, device: torch.device) -> None:
-        self.base = Base(config.base, config.precision, device)
+        self.base = FrozenPipeline(config.base, config.precision, device)
         self.objective, self.sampling = config.objective.build(self.base.parts), config.sampling
         self.saved_dtype = DTYPES[config.saved_dtype]
         self.shown: Batch | None = None  # the first examples that this process met, for sample images
@@ -259,7 +259,7 @@ class AdapterTask(ABC):
         height, width = (side * self.base.factor for side in shape[2:])
         return self.inputs(batch, masks, draws) | self.base.sizes(shape[0], height, width)
 
-    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> BatchLoss:
         return self.objective.loss(network, asked)
 
     @torch.no_grad()

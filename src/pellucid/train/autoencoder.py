@@ -18,7 +18,7 @@ from pellucid.models.vae import AutoencoderKL, Posterior, from_diffusion, to_dif
 from pellucid.train.config import check_beginning
 from pellucid.train.draws import Draws
 from pellucid.train.initial import fresh
-from pellucid.train.objective import Grades
+from pellucid.train.objective import BatchLoss
 from pellucid.train.source import Batch
 
 # --- A frozen VAE -----------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class AutoencoderTask:
         shape = (self.channels, height // self.factor, width // self.factor)
         return {"images": images, "noise": draws.normal("posterior", shape, images.device)}
 
-    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> BatchLoss:
         """The errors are mean squares of pixels in 0 … 1: a PSNR in dB is −10·log10 of one."""
         images, c = asked["images"], self.config
         made = network(images, asked["noise"])
@@ -158,7 +158,7 @@ class AutoencoderTask:
         if c.squares:
             loss = loss + c.squares * (out - images).square().mean()
         errors = (out.detach() - images).square().flatten(1).mean(1) / 4
-        return Grades(loss, errors, torch.zeros_like(errors))
+        return BatchLoss(loss, errors, torch.zeros_like(errors))
 
     @torch.no_grad()
     def images(self, network: nn.Module, count: int, seed: int) -> Tensor | None:

@@ -38,7 +38,7 @@ _FIELDS = ("sizes", "runs", "figures", "recipes")  # what a template may ask for
 
 
 @dataclass(frozen=True)
-class Card:
+class ModelCard:
     """`template` is Markdown with $sizes, $runs, $figures and $recipes; `figures` are files of what was measured, JSON
     or Markdown, shown under their names; `hardware` is what it was trained on; from `earlier` runs others went on."""
 
@@ -172,7 +172,7 @@ _MAX_WORDS = 4 << 20  # bytes of a file beside the weights
 
 
 @dataclass(frozen=True)
-class Parts:
+class BundleRuns:
     """The run of each part. `base` is that of a UNet with its text encoder, and holds the VAE that it was trained over;
     `vae` is that VAE's own run, named in the model card. The IP-Adapter brings its image encoder."""
 
@@ -189,7 +189,9 @@ class Parts:
         return {name: Path(run) for name, run in held.items() if run is not None}
 
 
-def assemble(parts: Parts, folder: str | Path, card: Card | None = None, *, overwrite: bool = False) -> dict[str, int]:
+def assemble(
+    parts: BundleRuns, folder: str | Path, card: ModelCard | None = None, *, overwrite: bool = False
+) -> dict[str, int]:
     """Writes a bundle and says how many bytes each part has; the same runs make the same bytes.
 
     The base lies at the root in the layout of diffusers' StableDiffusionPipeline, the others in folders of their names.
@@ -205,7 +207,7 @@ def assemble(parts: Parts, folder: str | Path, card: Card | None = None, *, over
             "controlnet": _write_controlnet,
             "image_text": _write_image_text,
             "ip_adapter": _write_ip_adapter,  # after the one whose vision half it may share
-            "lora": _write_lora,
+            "lora": lambda model, goal: _write_file(model / lora.FILE, goal, "lora"),
         }
         for name, write in writers.items():
             if name in runs:
@@ -271,12 +273,8 @@ def _write_ip_adapter(model: Path, goal: Path) -> None:
         save.save_component(own, goal / ADAPTER_EYES)
 
 
-def _write_lora(model: Path, goal: Path) -> None:
-    _write_file(model / lora.FILE, goal, "lora")
-
-
 def _write_image_text(model: Path, goal: Path) -> None:
-    """The folder of a CLIPModel: its weights in float16, the words beside them as they are."""
+    """The folder of a CLIPModel: its weights in float16, its configs and vocabulary unchanged."""
     if class_in(model) != "CLIPModel":
         raise PellucidError(rule("image_text", "the run of an image-text encoder", class_in(model)), "bundle-part")
     goal.mkdir()
@@ -336,7 +334,7 @@ def _check_finite(place: Path) -> None:
 
 def _sizes_of(place: Path) -> dict[str, int]:
     """Bytes by part: `base` is everything at the root and in the folders of its pipeline."""
-    named = [field.name for field in fields(Parts)]
+    named = [field.name for field in fields(BundleRuns)]
     sizes = dict.fromkeys(("base", *(name for name in named if name != "vae" and (place / name).is_dir())), 0)
     for path in place.rglob("*"):
         if path.is_file():

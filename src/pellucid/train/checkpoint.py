@@ -88,7 +88,7 @@ class FileSeal:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint is: its step, what the run says of itself, its files, and where each tensor lies."""
+    """The content of a checkpoint: its step, the run's metadata, its files, and where each tensor is stored."""
 
     step: int
     meta: Mapping[str, Any]

@@ -46,7 +46,7 @@ class CIFAR10:
 
 
 class CIFAR10Source:
-    """The images as a source: they live on the device that trains, and are mirrored by chance if `flip` is set."""
+    """The images as a source, on the device that trains; with `flip`, half of them are mirrored at random."""
 
     endless = False
 

@@ -24,7 +24,7 @@ _MAX_COUNT, _MAX_BATCH, _MAX_SEED = 10**12, 1 << 20, 2**63 - 1
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What a denoiser is asked. `schedule` is a name and its options, as `schedules.from_dict` takes them."""
+    """The objective of a denoiser. `schedule` is a name and its options, as `schedules.from_dict` takes them."""
 
     schedule: Mapping[str, Any]
     target: str = "eps"
@@ -79,7 +79,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written, every so many steps; 0 is never. Checkpoints are kept newest first."""
+    """How often things are written, in steps; 0 means never. The newest checkpoints are kept."""
 
     every: int = 50
     checkpoint_every: int = 1000
@@ -148,7 +148,7 @@ def parse(path: Path) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses, mappings and tuples as what JSON knows."""
+    """Dataclasses, mappings and tuples as JSON types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -14,7 +14,7 @@ from pellucid.interop.save import save_component
 from pellucid.models.controlnet import ControlNet, Hint
 from pellucid.models.unet import UNet
 from pellucid.models.unet_config import UNetConfig
-from pellucid.train.adapters import AdapterConfig, AdapterTask, Frozen, hint_of
+from pellucid.train.adapters import AdapterConfig, AdapterTask, FrozenPart, hint_of
 from pellucid.train.draws import Draws, seeded
 from pellucid.train.source import Batch
 
@@ -74,13 +74,13 @@ def from_unet(unet: UNet, widths: tuple[int, ...]) -> ControlNet:
     return made
 
 
-class ControlledBase(nn.Module):
-    """A UNet with a ControlNet: its one submodule is the ControlNet, and the UNet is beside it."""
+class UNetWithControlNet(nn.Module):
+    """A UNet with a ControlNet. Its only submodule is the ControlNet; the UNet is frozen."""
 
     def __init__(self, unet: UNet, controlnet: ControlNet) -> None:
         super().__init__()
         self.controlnet = controlnet
-        self.base = Frozen(unet)
+        self.base = FrozenPart(unet)
         self.dtype = next(unet.parameters()).dtype
 
     def forward(
@@ -114,7 +114,7 @@ class ControlNetTask(AdapterTask):
         self.config = config
         with seeded(seed):
             made = from_unet(base.unet, widths_for(base.factor, config.hint_widths))
-        self.network = ControlledBase(base.unet, made.to(device).requires_grad_(True).train())
+        self.network = UNetWithControlNet(base.unet, made.to(device).requires_grad_(True).train())
 
     def inputs(self, batch: Batch, masks: Mapping[str, Tensor], draws: Draws | None) -> dict[str, Tensor]:
         hint = hint_of(batch, self.config.hint)
@@ -129,5 +129,5 @@ class ControlNetTask(AdapterTask):
 
     def save(self, network: nn.Module, folder: Path) -> None:
         """A ControlNetModel's folder."""
-        assert isinstance(network, ControlledBase)
+        assert isinstance(network, UNetWithControlNet)
         save_component(network.controlnet, folder, dtype=self.saved_dtype, overwrite=True)

@@ -27,7 +27,7 @@ from pellucid.train.autoencoder import decoded, drawn_latents, read_vae
 from pellucid.train.config import ObjectiveConfig, check_beginning
 from pellucid.train.draws import Draws
 from pellucid.train.initial import begun
-from pellucid.train.objective import Grades
+from pellucid.train.objective import BatchLoss, Objective
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 
@@ -37,9 +37,9 @@ _log = logging.getLogger("pellucid.train")
 @dataclass(frozen=True)
 class DenoiserConfig:
     """`network` is a config of diffusers, with its `_class_name`; or `start` is the folder of a pipeline whose network
-    is trained further. `labels` tells it the class of an image; the null label, for images that drop theirs, is the
-    last of its embeddings. `vae` is the folder of the VAE in whose latents a DiT works; without it, it works on pixels,
-    as UNets do."""
+    is trained further. With `labels` it is conditioned on the class of an image; the null label, for images that drop
+    theirs, is the last of its embeddings. `vae` is the folder of the VAE in whose latents a DiT works; without it, a
+    DiT works on pixels, as UNets do."""
 
     objective: ObjectiveConfig
     network: Mapping[str, Any] = field(default_factory=dict)
@@ -55,7 +55,51 @@ class DenoiserConfig:
         return DenoiserTask(self, seed, device)
 
 
-class DenoiserTask:
+class DenoisingTask:
+    """What denoising with and without text share: images or latents go in, a pipeline with its scheduler comes out."""
+
+    objective: Objective
+    vae: AutoencoderKL | None
+    shape: tuple[int, int, int]  # of what is diffused
+    pixels: tuple[int, int, int]  # of an image
+
+    @torch.no_grad()
+    def diffused(self, images: Tensor, draws: Draws) -> Tensor:
+        """What is noised: pixels; or latents, of images or as a cache has them."""
+        if tuple(images.shape[1:]) == self.shape:
+            return images
+        if self.vae is None or tuple(images.shape[1:]) != self.pixels:
+            must = f"of shape {self.pixels}" + ("" if self.vae is None else f", or latents of {self.shape}")
+            raise PellucidError(rule("images of the data", must, tuple(images.shape[1:])), "data-shape")
+        return drawn_latents(self.vae, images, draws)
+
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> BatchLoss:
+        return self.objective.loss(network, asked)
+
+    def pipeline_parts(self, name: str, kind: str, network: nn.Module, scheduler: dict[str, Any]) -> Components:
+        """Everything but the text side."""
+        return Components(
+            name=name,
+            pipeline_class=kind,
+            network=network,
+            vae=self.vae,
+            text_encoders=(),
+            tokenizers=(),
+            image_encoder=None,
+            controlnets=(),
+            scheduler=scheduler,
+            schedule=self.objective.schedule,
+            target=self.objective.target,
+        )
+
+
+def scheduler_of(objective: Objective, sampling: SamplingConfig) -> dict[str, Any]:
+    """The config of the diffusers class that samples so from a network that was trained so."""
+    grid = grid_named(sampling.grid)
+    return diffusers_export.write(SchedulerSettings("", sampling.sampler, objective.schedule, objective.target, grid, {}, None))
+
+
+class DenoiserTask(DenoisingTask):
     """The plain task: noise images, ask the network, grade its answer."""
 
     def __init__(self, config: DenoiserConfig, seed: int, device: torch.device) -> None:
@@ -91,18 +135,8 @@ class DenoiserTask:
             asked["labels"] = torch.where(dropped, self.null, batch.labels)
         return asked
 
-    @torch.no_grad()
-    def diffused(self, images: Tensor, draws: Draws) -> Tensor:
-        """What is noised: pixels; or latents, of images or as a cache has them."""
-        if images.shape[1:] == self.shape:
-            return images
-        if self.vae is None or images.shape[1:] != self.pixels:
-            must = f"of shape {self.pixels}" + ("" if self.vae is None else f", or latents of {self.shape}")
-            raise PellucidError(rule("images of the data", must, tuple(images.shape[1:])), "data-shape")
-        return drawn_latents(self.vae, images, draws)
-
     def check_labels(self, labels: Tensor) -> None:
-        """Refuses a class that has no embedding, or has the null label's; a GPU is asked once, as it would wait."""
+        """Refuses a class without an embedding, or with that of the null label; on a GPU only once, since it waits."""
         if self.checked and labels.is_cuda:
             return
         most, self.checked = int(labels.max()), True
@@ -113,9 +147,6 @@ class DenoiserTask:
                 )
             must = f"above the largest label and the null label ({most} + 2)"
             raise PellucidError(rule("num_class_embeds", must, self.null + 1), "condition")
-
-    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
-        return self.objective.loss(network, asked)
 
     def sampling(self, grid: str | None = None) -> Sampling:
         """As the config says, or on another grid."""
@@ -141,34 +172,21 @@ class DenoiserTask:
     def save(self, network: nn.Module, folder: Path) -> None:
         """The folder of a DiTPipeline; for a UNet of a DDIMPipeline, or of a DDPMPipeline, which keeps schedulers."""
         is_ddim = self.scheduler["_class_name"] == "DDIMScheduler"
-        of_unet = "DDIMPipeline" if is_ddim else "DDPMPipeline"
-        parts = Components(
-            name=folder.name,
-            pipeline_class="DiTPipeline" if isinstance(network, DiT) else of_unet,
-            network=network,
-            vae=self.vae,
-            text_encoders=(),
-            tokenizers=(),
-            image_encoder=None,
-            controlnets=(),
-            scheduler=self.scheduler,
-            schedule=self.objective.schedule,
-            target=self.objective.target,
-        )
-        save_components(parts, folder, overwrite=True)
+        kind = "DiTPipeline" if isinstance(network, DiT) else "DDIMPipeline" if is_ddim else "DDPMPipeline"
+        save_components(self.pipeline_parts(folder.name, kind, network, self.scheduler), folder, overwrite=True)
 
     def exported(self) -> dict[str, Any]:
-        """The config of the scheduler to ship: DDIM's where the schedule is a table, else that of `sampling`.
+        """The config of the scheduler that is saved: DDIM's where the schedule is a table, else that of `sampling`.
 
-        diffusers' other schedulers know no clipping. Where DDIM there has no such grid, `leading` is shipped.
+        diffusers' other schedulers do not clip. Where its DDIM does not have the grid, `leading` is saved.
         """
         config, schedule, target = self.config.sampling, self.objective.schedule, self.objective.target
         grid = grid_named(config.grid)
         if not isinstance(schedule, DiscreteVP):
-            return diffusers_export.write(SchedulerSettings("", config.sampler, schedule, target, grid, {}, None))
+            return scheduler_of(self.objective, config)
         shipped = grid if grid.name in SPACINGS else grid_named("leading")
         if shipped is not grid:
-            _log.warning("the model is shipped with the grid leading: diffusers' DDIM has no %s", grid.name)
+            _log.warning("the model is saved with the grid leading: diffusers' DDIM has no %s", grid.name)
         return diffusers_export.write(SchedulerSettings("", "ddim", schedule, target, shipped, {}, self.clip))
 
 

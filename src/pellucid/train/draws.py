@@ -1,6 +1,4 @@
-"""Random numbers and the order of data, addressed and not consumed: a resumed run, and any number of ranks, draw the
-same.
-"""
+"""Random numbers and the order of data, by address: a resumed run and any number of ranks draw the same numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def mixed(*numbers: int) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch draws new weights from a seed; afterwards its own stream goes on undisturbed."""
+    """Inside, torch draws new weights from a seed; afterwards its own stream continues as before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -42,7 +40,7 @@ class Draws:
     """The random numbers of one step, by name.
 
     They are drawn for the whole batch of all ranks from (seed, step, name), and a part takes its rows: so neither ranks
-    nor accumulation change what an image meets. CPUs and GPUs draw differently from the same seed.
+    nor accumulation change the random numbers of an image. CPUs and GPUs draw differently from the same seed.
     """
 
     seed: int
@@ -79,7 +77,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Order:
-    """Which examples a step sees, by its number alone: nothing is to be saved, and a resumed run goes on as it was.
+    """Which examples a step sees, from its number alone: nothing has to be saved, and a resumed run continues exactly.
 
     Every example comes once an epoch; batches run over the ends of epochs. The order does not depend on how many parts
     share a batch (ranks, micro-steps), so two ranks see together what one would. Examples that are made and not stored
@@ -109,10 +107,6 @@ class Order:
         epochs = places // self.count
         found = [_permuted(self.seed, int(e), self.count)[places[epochs == e] % self.count] for e in epochs.unique()]
         return torch.cat(found)
-
-    def epoch(self, step: int) -> float:
-        """How often the data has been seen before a step."""
-        return step * self.batch / self.count
 
 
 @lru_cache(maxsize=4)

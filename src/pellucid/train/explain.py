@@ -107,7 +107,7 @@ def explain(
 
 
 def of_run(task: Task, config: TrainConfig, ranks: int) -> Explanation:
-    """Of a run as its config says: with what its task holds beside the network, and what its loss sends."""
+    """Of a run by its config: including the frozen networks of its task, and what its loss sends."""
     engine = config.engine
     found = explain(
         task.network,
@@ -138,7 +138,7 @@ def beside(network: nn.Module, frozen: Iterable[nn.Module]) -> tuple[MemoryItem,
 
 
 def _storage(tensor: Tensor) -> int:
-    """Which memory a tensor lies in; a number also on the meta device."""
+    """An identifier of the memory of a tensor, also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -41,7 +41,7 @@ _REDUCING_GAP = 3.0  # box-reduce first, down to this many times the size: indis
 
 @dataclass(frozen=True)
 class Hint:
-    """How an image beside the image is read: its channels, its range, and whether it lies on the image."""
+    """How a hint image is read: its channels, its range, and whether it is aligned with the image."""
 
     channels: Literal[1, 3] = 3
     low: Literal[-1, 0] = 0  # values are in [low, 1]
@@ -54,7 +54,7 @@ _HINTS: Mapping[str, Hint] = MappingProxyType(
         "edges": Hint(channels=1),
         "depth": Hint(channels=1),
         "mask": Hint(channels=1),
-        "reference": Hint(low=-1, aligned=False),  # an IP-Adapter's: seen whole, and not in the same place
+        "reference": Hint(low=-1, aligned=False),  # an IP-Adapter's: used whole, and not aligned
     }
 )
 
@@ -65,8 +65,8 @@ def hint_kind(name: str) -> Hint:
 
 @dataclass(frozen=True)
 class Framing:
-    """The square that is trained: the shorter side becomes `size`, the longer one is cut to it at its centre or at a
-    place that is drawn; `flip` mirrors every other image by chance."""
+    """The square to train on: the shorter side is resized to `size`, the longer one is cropped, at its centre or at a
+    random place; `flip` mirrors half of the images at random."""
 
     size: int
     crop: Crop = "centre"
@@ -80,8 +80,8 @@ class Framing:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What was drawn for one place of a batch: where along its free way the square lies, and whether it is mirrored."""
+class CropPlace:
+    """The random numbers of one image: where the square lies along the free length, and whether it is mirrored."""
 
     across: float = 0.5
     down: float = 0.5
@@ -113,7 +113,7 @@ def decode(data: bytes, size: int) -> Image.Image:
         return flatten(upright(found))
 
 
-def cut(image: Image.Image, framing: Framing, place: Place) -> Array:
+def cut(image: Image.Image, framing: Framing, place: CropPlace) -> Array:
     """An RGB or grey image → (C, size, size) uint8: the square at its place, resized in one go, and mirrored."""
     side, size = min(image.size), (framing.size, framing.size)
     left, top = (
@@ -126,11 +126,11 @@ def cut(image: Image.Image, framing: Framing, place: Place) -> Array:
     return np.ascontiguousarray(pixels[:, :, ::-1] if place.mirrored and framing.flip else pixels)
 
 
-def cut_hint(name: str, hint: Image.Image, image: Image.Image, framing: Framing, place: Place) -> Array:
-    """A hint → (1 or 3, size, size) uint8, cut as its image where it lies on it."""
+def cut_hint(name: str, hint: Image.Image, image: Image.Image, framing: Framing, place: CropPlace) -> Array:
+    """A hint → (1 or 3, size, size) uint8, cropped like its image if it is aligned with it."""
     kind = hint_kind(name)
     if not kind.aligned:
-        framing, place = Framing(framing.size), Place()
+        framing, place = Framing(framing.size), CropPlace()
     elif not _same_shape(hint, image):
         raise PellucidError(f"its {name} is {words(hint.size)}, and it is {words(image.size)}", "image-shape")
     return cut(hint.convert("L") if kind.channels == 1 else hint, framing, place)
@@ -151,13 +151,13 @@ def _reason(error: Exception) -> str:
 
 MAX_SKIPPED = 1000  # unreadable examples of a run, after which it stops
 _JUDGED = 8  # a batch smaller than this may be unlucky: only the count of all is asked
-_RETRIES, PAUSE = 2, 0.2  # a network file system may fail for a moment: asked again, after so many seconds
+_RETRIES, PAUSE = 2, 0.2  # a network file system may fail for a moment: tried again after this many seconds
 log = logging.getLogger("pellucid.train")
 
 
 @dataclass(frozen=True)
 class Example:
-    """One example as it is stored: files of images, and what is said of them."""
+    """One example as it is stored: image files, a caption and a label."""
 
     image: bytes
     caption: str | None = None
@@ -177,7 +177,7 @@ class DecodedExample:
 
 
 class ImageSource(ABC):
-    """Examples whose images are decoded when asked for.
+    """Examples whose images are decoded when they are needed.
 
     An example that cannot be read is named once and skipped: the next one in the order of the files that can be read
     takes its place. Which one that is depends on the files alone, so a resumed run, and ranks together, see the same.
@@ -199,11 +199,6 @@ class ImageSource(ABC):
         Image.init()  # here, and not in all threads at once
 
     @property
-    def skipped(self) -> int:
-        """How many examples could not be read, for the journal."""
-        return len(self.unreadable)
-
-    @property
     def flip(self) -> bool:
         return self.framing.flip
 
@@ -212,7 +207,7 @@ class ImageSource(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """The example's name for people: a path, or a shard and a key."""
+        """The example's name in messages: a path, or a shard and a key."""
 
     @abstractmethod
     def example(self, index: int) -> Example:
@@ -226,7 +221,7 @@ class ImageSource(ABC):
         """The examples at indices (B,), with what could not be read replaced."""
         across_down = draws.uniform("crop", (2,)).tolist()
         flips = (draws.uniform("flip") < 0.5).tolist()
-        places = [Place(x, y, mirrored) for (x, y), mirrored in zip(across_down, flips, strict=True)]
+        places = [CropPlace(x, y, mirrored) for (x, y), mirrored in zip(across_down, flips, strict=True)]
         asked = [int(i) for i in indices]
         if len(asked) != len(places) or any(not 0 <= i < len(self) for i in asked):
             must = f"{len(places)} indices from 0 to {len(self) - 1}"
@@ -235,7 +230,7 @@ class ImageSource(ABC):
         self.report(seen)
         return self.together(seen, torch.device(device))
 
-    def see(self, index: int, place: Place) -> DecodedExample:
+    def see(self, index: int, place: CropPlace) -> DecodedExample:
         """The example at an index, or else the next that can be read."""
         unread: dict[int, str] = {}
         for step in range(len(self)):
@@ -254,7 +249,7 @@ class ImageSource(ABC):
         shown = "; ".join(f"{self.name(i)}: {why}" for i, why in list(unread.items())[:3])
         raise PellucidError(f"data must have images that can be read; {len(unread)} on end cannot: {shown}.", "data")
 
-    def decoded(self, index: int, place: Place, unread: Mapping[int, str]) -> DecodedExample:
+    def decoded(self, index: int, place: CropPlace, unread: Mapping[int, str]) -> DecodedExample:
         held = self.example(index)
         image = decode(held.image, self.framing.size)
         hints = {}
@@ -317,7 +312,7 @@ def _available_cores() -> int:
 
 
 def steadily(read: Callable[[], bytes]) -> bytes:
-    """What `read` gives, asked again where the system fails; a file that is not there is not asked for twice."""
+    """What `read` returns, tried again if the system fails; a missing file is tried only once."""
     for attempt in range(_RETRIES + 1):
         try:
             return read()

@@ -23,7 +23,7 @@ from pellucid.models.clip_config import CLIPConfig
 from pellucid.pipeline.encoders.image_inputs import DEVIATION, MEAN
 from pellucid.train.draws import Draws, seeded
 from pellucid.train.initial import start_clip
-from pellucid.train.objective import Grades
+from pellucid.train.objective import BatchLoss
 from pellucid.train.source import Batch
 from pellucid.train.text import CaptionIds, check_vocabulary, known_of, read_tokenizer
 
@@ -55,7 +55,7 @@ class ImageTextConfig:
         return ImageTextTask(self, seed, device)
 
 
-class Pair(nn.Module):
+class TrainableCLIP(nn.Module):
     """CLIP as it is trained: directions of images and of texts, and the scale of their cosines."""
 
     def __init__(self, clip: CLIP, most_scale: float) -> None:
@@ -88,7 +88,7 @@ class ImageTextTask:
             clip = start_clip(CLIP(settings))
         assert isinstance(clip, CLIP)
         self.side = settings.vision.image_size
-        self.network: nn.Module = Pair(clip, config.most_scale).to(device)
+        self.network: nn.Module = TrainableCLIP(clip, config.most_scale).to(device)
         self.gathered = {"images": config.width, "texts": config.width}
 
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
@@ -97,18 +97,18 @@ class ImageTextTask:
             raise PellucidError(rule("data", must, got), "data-shape")
         return {"ids": self.ids.of(batch), "pixels": clip_scaled(batch.images)}
 
-    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> BatchLoss:
         images, texts, scale = network(asked["ids"], asked["pixels"])
         errors = contrastive(_gathered(images), _gathered(texts), scale)  # (B of all ranks,)
         own = errors.detach()[_rank() * len(images) : (_rank() + 1) * len(images)]
-        return Grades(errors.mean(), own, torch.zeros_like(own))
+        return BatchLoss(errors.mean(), own, torch.zeros_like(own))
 
     def images(self, network: nn.Module, count: int, seed: int) -> None:
         """It makes none."""
 
     def save(self, network: nn.Module, folder: Path) -> None:
         """The folder of a CLIPModel with its tokenizer and what its images are scaled by."""
-        assert isinstance(network, Pair)
+        assert isinstance(network, TrainableCLIP)
         state = dict(network.clip.state_dict())
         state["logit_scale"] = state["logit_scale"].clamp(max=network.most)
         sides = {"height": self.side, "width": self.side}

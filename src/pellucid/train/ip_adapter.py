@@ -1,4 +1,4 @@
-"""Training an IP-Adapter: keys and values for image tokens beside a frozen UNet's own (Ye et al. 2023)."""
+"""Training an IP-Adapter: keys and values for image tokens, next to those of a frozen UNet (Ye et al. 2023)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pellucid.models.unet import UNet
 from pellucid.pipeline.encoders.image_inputs import DEVIATION, MEAN
 from pellucid.pipeline.shelf import ADAPTER_EYES as EYES
 from pellucid.pipeline.shelf import ADAPTER_FILE as FILE
-from pellucid.train.adapters import DTYPES, AdapterConfig, AdapterTask, Base, Frozen, hint_of
+from pellucid.train.adapters import DTYPES, AdapterConfig, AdapterTask, FrozenPart, FrozenPipeline, hint_of
 from pellucid.train.config import counts
 from pellucid.train.draws import Draws, seeded
 from pellucid.train.source import Batch
@@ -35,9 +35,10 @@ class IPAdapterConfig(AdapterConfig):
     the base's own. `reference` names the images of the data that prompt, in [−1, 1]; `itself` is the image that is
     to be made.
 
-    `crop` is the least part of a reference's side that is seen, at a place by chance; `mirror` mirrors every other. Of
-    all images, `dropout` (in the objective) are trained without their text, `image_dropout` without their reference and
-    `both_dropout` without either. Values start at zero, where the base is unchanged, or as the text's own (`copy`).
+    `crop` is the least part of a reference's side that is used, at a random place; `mirror` mirrors half of them.
+    `dropout` (in the objective), `image_dropout` and `both_dropout` are the shares of images that are trained without
+    their text, without their reference, and without either. Values start at zero, where the base is unchanged, or as
+    the text's own (`copy`).
     """
 
     image_encoder: str | None = None
@@ -62,7 +63,7 @@ class IPAdapterConfig(AdapterConfig):
         return IPAdapterTask(self, seed, device)
 
 
-def _eyes_of(base: Base, config: IPAdapterConfig) -> CLIPVisionEncoder:
+def _eyes_of(base: FrozenPipeline, config: IPAdapterConfig) -> CLIPVisionEncoder:
     own = base.parts.image_encoder
     if config.image_encoder is None and own is None:
         must = f"given: {base.parts.name} has none"
@@ -95,18 +96,18 @@ def _new_adapter(unet: UNet, image_width: int, tokens: int, values: Literal["zer
     return IPAdapter("plain", PlainProjection(image_width, width, tokens), pairs)
 
 
-class PromptedBase(nn.Module):
-    """A UNet with an IP-Adapter: its one submodule is the adapter, and the UNet is beside it."""
+class UNetWithIPAdapter(nn.Module):
+    """A UNet with an IP-Adapter. Its only submodule is the adapter; the UNet is frozen."""
 
     def __init__(self, unet: UNet, adapter: IPAdapter) -> None:
         super().__init__()
         self.adapter = adapter
-        self.base = Frozen(unet)
+        self.base = FrozenPart(unet)
         self.heads = tuple(block.attn2.heads for block, _, _ in unet.cross_attentions())
         self.dtype = next(unet.parameters()).dtype
 
     def forward(self, x: Tensor, time: Tensor, *, image: Tensor, **conditions: Tensor) -> Tensor:
-        """`image` (B, W) is what the image encoder says of each reference; zeros where there is none."""
+        """`image` (B, W) is the embedding of each reference; zeros where there is none."""
         tokens = self.adapter.image_proj(image.float())[:, None]  # (B, 1, T, D)
         seen = tuple(
             self.adapter.at(pair, tokens, heads, 1.0, None, (0, 0))
@@ -136,7 +137,7 @@ def eye_pixels(images: Tensor, size: int) -> Tensor:
 
 
 def varied(images: Tensor, draws: Draws, crop: float, mirror: bool) -> Tensor:
-    """Images seen in part and mirrored, by chance: a square of at least `crop` of each side."""
+    """Images cropped and mirrored at random: a square of at least `crop` of each side."""
     side, across, down, turn = draws.uniform("reference", (4,), images.device).T
     side = crop + (1 - crop) * side
     turned = torch.where(turn < 0.5, -1.0, 1.0) if mirror else torch.ones_like(turn)
@@ -155,7 +156,7 @@ class IPAdapterTask(AdapterTask):
         self.config, self.eyes = config, _eyes_of(base, config)
         with seeded(seed):
             made = _new_adapter(base.unet, self.eyes.config.projection_dim, config.tokens, config.values)
-        self.network = PromptedBase(base.unet, made.to(device))
+        self.network = UNetWithIPAdapter(base.unet, made.to(device))
 
     @property
     def frozen(self) -> tuple[nn.Module, ...]:
@@ -184,7 +185,7 @@ class IPAdapterTask(AdapterTask):
 
     @torch.no_grad()
     def see(self, reference: Tensor, draws: Draws | None) -> Tensor:
-        """What the image encoder says of references: (B, W)."""
+        """The embeddings of references: (B, W)."""
         if draws is not None and (self.config.crop < 1 or self.config.mirror):
             reference = varied(reference, draws, self.config.crop, self.config.mirror)
         pixels = eye_pixels(reference, self.eyes.config.image_size)
@@ -192,7 +193,7 @@ class IPAdapterTask(AdapterTask):
 
     def save(self, network: nn.Module, folder: Path) -> None:
         """A folder with the adapter's file, and its image encoder where the base does not have it."""
-        assert isinstance(network, PromptedBase)
+        assert isinstance(network, UNetWithIPAdapter)
         dtype = self.saved_dtype
         with save.replaced(folder, FILE, overwrite=True) as place:
             tensors = {name: save.own(tensor, dtype) for name, tensor in _file_of(network.adapter).items()}

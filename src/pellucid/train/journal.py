@@ -65,8 +65,8 @@ def field(number: int, value: bytes | str | int | float, *, double: bool = False
 
 
 class Events:
-    """An event file of one process, appended to and flushed at each write. It goes on after step `first`: TensorBoard
-    forgets what an earlier process wrote of later steps."""
+    """An event file of one process, appended to and flushed at each write. It continues after step `first`: TensorBoard
+    discards what an earlier process wrote about later steps."""
 
     def __init__(self, folder: Path, first: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ FILE = "log.jsonl"
 
 
 class Journal:
-    """The log of one run in its folder. After a kill it goes on from its checkpoint's step: later lines are cut."""
+    """The log of one run in its folder. After a kill it continues from the checkpoint; later lines are removed."""
 
     def __init__(self, folder: Path, config: LogConfig, *, first: int, steps: int, batch: int, quiet: bool) -> None:
         self.folder, self.batch, self.steps = folder, batch, steps
@@ -162,7 +162,7 @@ class Journal:
 
 
 def _known(value: Any) -> Any:
-    """The same with null for numbers that JSON does not know."""
+    """The same with null for numbers that JSON cannot express."""
     if isinstance(value, dict):
         return {key: _known(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -171,14 +171,14 @@ def _known(value: Any) -> Any:
 
 
 def cut(path: Path, step: int) -> None:
-    """Leaves only the lines up to a step: what a killed run wrote after its last checkpoint comes again."""
+    """Keeps only the lines up to a step: what a killed run wrote after its last checkpoint will be written again."""
     if path.exists():
         kept = [row for row in read_lines(path) if isinstance(row.get("step"), int) and row["step"] <= step]
         put(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def sheet(images: Tensor, gap: int = 1) -> np.ndarray:
-    """Pictures side by side, as square as may be: (N, 3, H, W) in [0, 1] → (H', W', 3) uint8."""
+    """Images side by side, as nearly square as possible: (N, 3, H, W) in [0, 1] → (H', W', 3) uint8."""
     pixels = (images.detach().float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
     columns = math.ceil(math.sqrt(len(pixels)))
     rows = math.ceil(len(pixels) / columns)

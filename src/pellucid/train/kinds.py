@@ -20,7 +20,7 @@ from pellucid.train.image_text import ImageTextConfig
 from pellucid.train.ip_adapter import IPAdapterConfig
 from pellucid.train.latent_source import LatentsConfig
 from pellucid.train.lora import LoraConfig
-from pellucid.train.objective import Grades
+from pellucid.train.objective import BatchLoss
 from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.source import Batch, Source
 from pellucid.train.text_denoiser import TextDenoiserConfig
@@ -41,14 +41,14 @@ class Task(Protocol):
 
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]: ...
 
-    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades: ...
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> BatchLoss: ...
 
     def images(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
-        """(N, 3, H, W) in [0, 1]: what the network can do by now."""
+        """(N, 3, H, W) in [0, 1]: sample images of the current network."""
         ...
 
     def save(self, network: nn.Module, folder: Path) -> None:
-        """In the form that `pellucid.load` reads, or `load_component` where it is but a part."""
+        """In the form that `pellucid.load` reads, or `load_component` for a single component."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Latents made once: every image of a source through a VAE's encoder, kept as the Gaussians that it gives."""
+"""Latents made once: every image of a source encoded by a VAE, stored as Gaussians."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LIMITS = {"count": (1, 10**9), "per_shard": (1, 10**9), "phrasings": (1, 10**4)
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the VAE's config wants raw latents scaled: what `models.vae.to_diffusion` asks of one."""
+    """How raw latents are scaled: the fields of a VAE's config that `models.vae.to_diffusion` reads."""
 
     scaling_factor: float = 1.0
     shift_factor: float | None = None
@@ -155,7 +155,7 @@ _PROBES = 16  # examples that stand for a source that has no fingerprint of its 
 
 
 @runtime_checkable
-class _Phrasing(Protocol):
+class _PhrasingSource(Protocol):
     """A source that can say a caption in several ways."""
 
     def phrased(
@@ -178,13 +178,13 @@ def cache_latents(
     per_shard: int = 1024,
     tell: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Encodes every image of a source once, on the VAE's device; a run that was killed goes on where it was.
+    """Encodes every image of a source once, on the VAE's device; a run that was killed resumes.
 
     `mirrored` also encodes each image flipped. A random crop is drawn once and stays. An image that cannot be read
     has the next one's latents in its place, as it would in training. `tell(done, count)` is called on the way.
 
-    The VAE computes in `precision`; `hints` are kept as they are, or in bytes, as an image file would. Of a source
-    that can phrase (scenes), so many `phrasings` of each caption are kept; with a `tokenizer` their tokens too.
+    The VAE computes in `precision`; `hints` are stored as they are, or as bytes, like an image file. For a source that
+    can phrase captions (scenes), `phrasings` captions per image are stored; with a `tokenizer` their tokens too.
     """
     _check_source(source, batch, per_shard, phrasings)
     keys = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
@@ -229,12 +229,12 @@ def _check_source(source: Source, batch: int, per_shard: int, phrasings: int) ->
     for name, value in counts:
         if value < 1:
             raise PellucidError(rule(name, "at least 1", value), "latents")
-    if phrasings > 1 and not isinstance(source, _Phrasing):
+    if phrasings > 1 and not isinstance(source, _PhrasingSource):
         raise PellucidError(rule("phrasings", "1 for data whose captions are given", phrasings), "latents")
 
 
 def _claim(cache: Cache, folder: Path) -> None:
-    """Begins a cache in a new folder, or goes on with the same one."""
+    """Begins a cache in a new folder, or resumes the same one."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / _MANIFEST).exists():
         found = Cache.read(folder)
@@ -278,7 +278,7 @@ def _finish(cache: Cache, folder: Path) -> None:
 def made(
     cache: Cache, number: int, source: Source, vae: nn.Module, batch: int, tokenizer: Tokenizer | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of one shard, and what could not be read on the way. Batches are made beside the encoder's work."""
+    """The tensors of one shard, and what could not be read on the way. Batches are made while the encoder works."""
     device = next(vae.parameters()).device
     first, last = number * cache.per_shard, number * cache.per_shard + cache.count_in(number)
     parts: list[dict[str, Tensor]] = []
@@ -309,7 +309,7 @@ def made(
 def _examples(source: Source, asked: Tensor, phrasings: int, device: torch.device) -> tuple[Batch, list[str]]:
     """A batch, and all captions of its images: those of the first, then those of the second, …"""
     if phrasings > 1:
-        assert isinstance(source, _Phrasing)
+        assert isinstance(source, _PhrasingSource)
         seen, said = source.phrased(asked, phrasings, device)
         return seen, [caption for captions in said for caption in captions]
     seen = source.batch(asked, Draws(0, int(asked[0]), len(asked)), device)

@@ -12,7 +12,7 @@ from torch import nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.tokenizer import Tokenizer
-from pellucid.train.adapters import AdapterConfig, Base
+from pellucid.train.adapters import AdapterConfig, FrozenPipeline
 from pellucid.train.autoencoder import read_vae
 from pellucid.train.config import TrainConfig, chosen
 from pellucid.train.kinds import DATA, TASKS
@@ -66,7 +66,7 @@ def _source_of(data: Any, count: int | None, phrasings: int | None) -> tuple[Sou
     """What is to be cached, and how many captions of each."""
     if isinstance(data, LatentsConfig):
         if not data.of:
-            raise PellucidError(rule("data.of", "a table that says what the cache is made of", "none"), "latents")
+            raise PellucidError(rule("data.of", "a table that says what the cache is made from", "none"), "latents")
         if count is not None or phrasings is not None:
             raise PellucidError("--count and --phrasings must be left to a config that has data.of.", "latents")
         phrasings, data = data.phrasings, chosen(data.of, DATA, "data.of")
@@ -84,7 +84,7 @@ def _parts_of(task: Any, device: torch.device) -> tuple[nn.Module, Tokenizer | N
     if not isinstance(task, AdapterConfig):
         must = "one over a VAE: text_denoiser, lora, controlnet, ip_adapter"
         raise PellucidError(rule("task.kind", must, type(task).__name__), "latents")
-    base = Base(task.base, "float32", device)
+    base = FrozenPipeline(task.base, "float32", device)
     if base.parts.vae is None:
         raise PellucidError(rule("base", "one with a VAE", base.parts.name), "latents")
     return base.parts.vae, base.text[0].tokenizer if len(base.text) == 1 else None

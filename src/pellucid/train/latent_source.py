@@ -27,10 +27,10 @@ Rows = Callable[[str], Tensor]
 class LatentSource:
     """A cache of latents as a source: fresh samples of each image's Gaussian, scaled as the diffusion sees them.
 
-    `source` and `vae`, where given, are those that it must have been made of. `flip` takes those of the mirrored
-    image for every other example by chance; a cache that was made with `mirrored` has them. Of several phrasings of
-    a caption one is drawn. `on_device` keeps all of it in the memory of the device that asks first, so that a batch is
-    gathered there and nothing is read or sent.
+    If `source` and `vae` are given, the cache must have been made from them. With `flip` half of the examples, at
+    random, use the latents of the mirrored image, which a cache made with `mirrored` has. Of several phrasings of a
+    caption one is drawn. `on_device` keeps the whole cache in the memory of the device that asks first, so that batches
+    are gathered there and nothing is read or sent.
     """
 
     endless = False
@@ -76,10 +76,6 @@ class LatentSource:
         """Images that could not be read when the cache was made: name → why."""
         return self.cache.unreadable
 
-    @property
-    def skipped(self) -> int:
-        return len(self.unreadable)
-
     def inventory(self) -> dict[str, Any]:
         return {"header": self.cache.name, "sizes": self.cache.sizes}
 
@@ -100,7 +96,7 @@ class LatentSource:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be said of it."""
+        """What a user should know about it."""
         old = "was made by an older version without digests: it is read as it is, unchecked. Make it again to have them"
         return () if all(self.digests) else (f"latent cache {self.folder.name} {old}.",)
 
@@ -208,8 +204,8 @@ def _turned(plain: Tensor, other: Tensor, mirrored: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LatentsConfig:
-    """`kind = "latents"` of a config: the folder of a cache, and, in `of`, the data that it is made of (a table with
-    its own `kind`), with so many `phrasings` of each caption: `pellucid data latents` makes it of them."""
+    """`kind = "latents"` of a config: the folder of a cache and, in `of`, the data that it is made from (a table
+    with its own `kind`), with `phrasings` captions per image: `pellucid data latents` makes it."""
 
     folder: str
     flip: bool = False

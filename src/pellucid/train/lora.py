@@ -1,4 +1,4 @@
-"""Training a LoRA: small matrices beside chosen layers of a frozen model (Hu et al. 2021)."""
+"""Training a LoRA: small matrices next to chosen layers of a frozen model (Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pellucid.models.lora import Adapter, AdapterSet, copied
 from pellucid.models.lora_delta import LoRA, Product
 from pellucid.models.unet import UNet
 from pellucid.pipeline.encoders.text import TextPart
-from pellucid.train.adapters import AdapterConfig, AdapterTask, Frozen, encode
+from pellucid.train.adapters import AdapterConfig, AdapterTask, FrozenPart, encode
 from pellucid.train.config import counts, positive
 from pellucid.train.draws import Draws, seeded
 from pellucid.train.source import Batch
@@ -49,7 +49,7 @@ class LoraConfig(AdapterConfig):
         return LoraTask(self, seed, device)
 
 
-class LowRank(nn.Module):
+class LowRankUpdate(nn.Module):
     """up(down(x)) · factor, of the shape that a linear layer or a convolution makes of x; 0 at first."""
 
     def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int, factor: float) -> None:
@@ -68,10 +68,10 @@ class LowRank(nn.Module):
         return self.up(self.down(x.to(self.down.weight.dtype))) * self.factor
 
 
-class LayerWithLowRank(nn.Module):
+class LayerWithUpdate(nn.Module):
     """A frozen layer and what is added to it."""
 
-    def __init__(self, layer: nn.Module, change: LowRank) -> None:
+    def __init__(self, layer: nn.Module, change: LowRankUpdate) -> None:
         super().__init__()
         self.layer, self.change = layer, change
 
@@ -100,10 +100,10 @@ def chosen_layers(network: nn.Module, patterns: Sequence[str], where: str) -> di
 
 
 class LoraNetwork(nn.Module):
-    """A model with a LoRA: its submodules are the small matrices, and the model itself is beside them.
+    """A model with a LoRA. Its submodules are the small matrices; the model itself is frozen.
 
-    The model is a copy of the module tree that shares the base's tensors, with `Adapted` in the place of the chosen
-    layers: a plain forward, which compiles, and whose gradients any wrapper of the small matrices sees.
+    The model is a copy of the module tree that shares the base's tensors, with a `LayerWithUpdate` in place of each
+    chosen layer: a plain forward, which compiles, and whose gradients any wrapper of the small matrices sees.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class LoraNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.changes = changes  # by place: component/name/of/the/layer
-        self.plain = Frozen((network, text, parts))
+        self.plain = FrozenPart((network, text, parts))
         trees = {part: _with_changes(one, _changes_of(changes, part)) for part, one in parts.items()}
         places = {id(one): part for part, one in parts.items()}
-        self.base = Frozen(trees[places[id(network)]])
-        self.text = Frozen(tuple(replace(one, encoder=trees[places[id(one.encoder)]]) for one in text))
+        self.base = FrozenPart(trees[places[id(network)]])
+        self.text = FrozenPart(tuple(replace(one, encoder=trees[places[id(one.encoder)]]) for one in text))
         self.dtype = next(network.parameters()).dtype
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoraNetwork:
-        """The same base with matrices of its own."""
+        """The same base with copies of the matrices."""
         network, text, parts = self.plain.held
         return LoraNetwork(network, text, copy.deepcopy(self.changes, memo), parts).train(self.training)
 
@@ -133,26 +133,26 @@ class LoraNetwork(nn.Module):
         return self.base.held(x.to(self.dtype), time, **conditions)
 
 
-def _with_changes(network: nn.Module, changes: Mapping[str, LowRank]) -> nn.Module:
-    """A copy of the module tree that shares all tensors, with changes beside some layers."""
+def _with_changes(network: nn.Module, changes: Mapping[str, LowRankUpdate]) -> nn.Module:
+    """A copy of the module tree that shares all tensors, with changes next to some layers."""
     if not changes:
         return network
     twin = copied(network, {})
     for name, change in changes.items():
         owner, _, leaf = name.rpartition(".")
-        twin.get_submodule(owner)._modules[leaf] = LayerWithLowRank(network.get_submodule(name), change)
+        twin.get_submodule(owner)._modules[leaf] = LayerWithUpdate(network.get_submodule(name), change)
     return twin
 
 
-def _changes_of(changes: nn.ModuleDict, part: str) -> dict[str, LowRank]:
+def _changes_of(changes: nn.ModuleDict, part: str) -> dict[str, LowRankUpdate]:
     """The changes of one component, by the layers' names."""
     return {name: change for owner, name, change in _placed(changes) if owner == part}
 
 
-def _placed(changes: nn.ModuleDict) -> Iterator[tuple[str, str, LowRank]]:
+def _placed(changes: nn.ModuleDict) -> Iterator[tuple[str, str, LowRankUpdate]]:
     for place, change in changes.items():
         part, _, name = place.partition("/")
-        assert isinstance(change, LowRank)
+        assert isinstance(change, LowRankUpdate)
         yield part, name.replace("/", "."), change
 
 
@@ -173,7 +173,7 @@ class LoraTask(AdapterTask):
         with seeded(seed):
             for part, (patterns, where) in wanted.items():
                 for name, layer in chosen_layers(parts[part], patterns, where).items():
-                    changes[f"{part}/{name}".replace(".", "/")] = LowRank(layer, config.rank, factor)
+                    changes[f"{part}/{name}".replace(".", "/")] = LowRankUpdate(layer, config.rank, factor)
         self.network = LoraNetwork(base.network, base.text, changes.to(device), parts)
 
     def inputs(self, batch: Batch, masks: Mapping[str, Tensor], draws: Draws | None) -> dict[str, Tensor]:

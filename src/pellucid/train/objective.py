@@ -1,4 +1,4 @@
-"""The objective: noise the data at drawn times, ask the network, weigh its error; and show it by noise level."""
+"""The objective: noise the data at random times, run the network, weight its error; and report it by noise level."""
 
 from __future__ import annotations
 
@@ -204,8 +204,8 @@ _DRAWN = ("x0", "noise", "numbers")  # what `pose` takes
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a network is asked for one batch, and the right answer."""
+class NoisyBatch:
+    """The inputs of the network for one batch, and the right answer."""
 
     x: Tensor  # (B, …), scaled as the network takes it
     time: Tensor  # (B,)
@@ -215,7 +215,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Grades:
+class BatchLoss:
     """The loss of a batch, and each image's own squared error and log-SNR, for the log."""
 
     loss: Tensor
@@ -225,7 +225,7 @@ class Grades:
 
 @dataclass(frozen=True)
 class Objective:
-    """Denoising at drawn levels. `noise_offset` adds a noise that is one number a channel; `dropout` is the share of
+    """Denoising at random levels. `noise_offset` adds noise that is one number per channel; `dropout` is the share of
     images that are trained without their condition."""
 
     schedule: Schedule
@@ -243,8 +243,8 @@ class Objective:
             if not 0 <= getattr(self, name) <= high:
                 raise PellucidError(rule(name, f"from 0 to {high:g}", getattr(self, name)), "objective")
 
-    def ask(self, x0: Tensor, draws: Draws) -> Question:
-        """Noised data and what is to be said of it, for the part of a batch that `draws` names."""
+    def ask(self, x0: Tensor, draws: Draws) -> NoisyBatch:
+        """Noised data and the right answer, for the part of a batch that `draws` selects."""
         return self.pose(**self.draw(x0, draws))
 
     def draw(self, x0: Tensor, draws: Draws) -> dict[str, Tensor]:
@@ -295,24 +295,24 @@ class Objective:
         scale, weight = input_scale(self.schedule, level), self.weighting.on(self.target, level, data)
         return (time, level.alpha, level.sigma, scale, c_x, c_noise, c_x0, weight, level.lam)
 
-    def pose(self, x0: Tensor, noise: Tensor, numbers: Tensor) -> Question:
+    def pose(self, x0: Tensor, noise: Tensor, numbers: Tensor) -> NoisyBatch:
         """The question of given noise and numbers: tensors in, tensors out, so that it can be captured in a graph."""
         numbers = numbers.to(x0.device, x0.dtype, non_blocking=True)
         time, *columns, weight, lam = numbers
         alpha, sigma, scale, c_x, c_noise, c_x0 = (c.reshape(-1, *([1] * (x0.ndim - 1))) for c in columns)
         x = x0 * alpha + noise * sigma
         answer = x * c_x + noise * c_noise + x0 * c_x0
-        return Question(x * scale, time.float(), answer, weight.float(), lam.float())
+        return NoisyBatch(x * scale, time.float(), answer, weight.float(), lam.float())
 
-    def grade(self, question: Question, out: Tensor) -> Grades:
+    def grade(self, question: NoisyBatch, out: Tensor) -> BatchLoss:
         """The weighted mean of squared errors, in float32 whatever the network's precision."""
         if out.ndim > 1 and out.shape[1] == 2 * question.answer.shape[1]:
             out = out[:, : question.answer.shape[1]]  # a learned variance is not trained here
         errors = (out.float() - question.answer.float()).square().flatten(1).mean(1)  # (B,)
-        return Grades((errors * question.weights).mean(), errors.detach(), question.lam)
+        return BatchLoss((errors * question.weights).mean(), errors.detach(), question.lam)
 
-    def loss(self, network: Network, asked: Mapping[str, Tensor]) -> Grades:
-        """Of what `draw` gave; all else in `asked` goes to the network by its name."""
+    def loss(self, network: Network, asked: Mapping[str, Tensor]) -> BatchLoss:
+        """The loss of what `draw` returned; everything else in `asked` is passed to the network by name."""
         question = self.pose(*(asked[name] for name in _DRAWN))
         conditions = {name: tensor for name, tensor in asked.items() if name not in _DRAWN}
         return self.grade(question, network(question.x, question.time, **conditions))
@@ -324,7 +324,7 @@ class Objective:
         draws: Draws,
         inputs: Mapping[str, Any] | None = None,
         null: Mapping[str, Any] | None = None,
-    ) -> Grades:
+    ) -> BatchLoss:
         """The loss of a batch; `null` are the inputs without the condition, for those images that drop it."""
         question = self.ask(x0, draws)
         conditions = dict(inputs or {})
@@ -355,7 +355,7 @@ class ByLevel:
         self.inner = self.edges[1:-1]  # goes where the errors are, once: to send it at each step would wait for a GPU
         self.sums = torch.zeros(3, bins, dtype=torch.float64)  # of ones, of errors, of their squares
 
-    def add(self, graded: Grades) -> None:
+    def add(self, graded: BatchLoss) -> None:
         """Takes a batch in, where it is: nothing waits for a GPU."""
         errors = graded.errors.double()
         self.sums, self.inner = self.sums.to(errors.device), self.inner.to(errors.device)

@@ -98,7 +98,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, images: int) -> None:
-        """Takes in the weights after a step over so many images."""
+        """Adds the weights after a step over `images` images."""
         if images < 1:
             raise PellucidError(rule("images", "at least 1", images), "ema")
         self.seen += images

@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is, how the network is spread over them, and what they tell each other."""
+"""The processes of a run: this one's rank, how the network is distributed, and what the ranks exchange."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Ranks:
     def whole(self, network: Module) -> Module:
         """The network with all its weights, for sampling and saving; all ranks call it together.
 
-        The network itself, but for `fsdp`: there a copy on the CPU, which on other ranks than the first has no weights.
+        The network itself; with `fsdp` a copy on the CPU, which has weights on the first rank only.
         """
         sketch: Module | None = getattr(network, _SKETCH, None)
         if sketch is None:
@@ -158,7 +158,7 @@ class Ranks:
                     _put(made, name, full.cpu())
         return made
 
-    # --- words between ranks
+    # --- communication
 
     def mean(self, values: Tensor) -> Tensor:
         """Of all ranks, element by element."""
@@ -167,14 +167,6 @@ class Ranks:
         held = values.detach().clone()
         dist.all_reduce(held)
         return held / self.world
-
-    def gather(self, values: Tensor) -> Tensor:
-        """The values of all ranks in their order, along the first dimension."""
-        if self.world == 1:
-            return values
-        held = [torch.empty_like(values) for _ in range(self.world)]
-        dist.all_gather(held, values.detach().contiguous())
-        return torch.cat(held)
 
     def union(self, names: Iterable[str]) -> set[str]:
         """The names of all ranks, each once."""
@@ -219,8 +211,8 @@ def _ranks_in(given: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def _connect(device: torch.device, rank: int, world: int, timeout: timedelta) -> None:
-    """Makes the group of all ranks. On one machine each restart by torchrun meets under a name of its own: its store
-    outlives the workers, and gloo would else call at the addresses of those that were killed."""
+    """Makes the group of all ranks. On one machine each restart by torchrun uses a name of its own: torchrun's store
+    outlives the workers, and gloo would otherwise connect to the addresses of those that were killed."""
     store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=timeout)))
     store.set_timeout(timeout)
     if os.environ.get("GROUP_WORLD_SIZE") == "1":

@@ -30,11 +30,11 @@ _PROBES = 16  # scenes that stand for all of them in a fingerprint
 @dataclass(frozen=True)
 class ScenesConfig:
     """Names in `styles` and numbers in `objects` weigh by repetition. Hints: `edges`, the outlines of all things;
-    `reference`, the backmost thing alone and large on a plain white ground. Without `name_style` captions are silent
-    about the style, as a LoRA wants them.
+    `reference`, the backmost thing alone and large on a plain white ground. Without `name_style` captions do not
+    mention the style, which suits the training of a LoRA.
 
-    `closest` makes one scene of so many: the one whose things stand closest, so that they overlap more often.
-    `count` ends the scenes, so that they come again in another order; 0 is without end. `compile_render` paints by
+    `closest` takes one scene of that many: the one whose objects are closest, so that they overlap more often.
+    `count` limits the scenes, so that they repeat in another order; 0 means endless. `compile_render` renders with
     compiled kernels, which give the same images within rounding: for a GPU."""
 
     size: int = 128
@@ -86,13 +86,13 @@ class ScenesSource:
     def phrased(
         self, indices: Tensor, count: int, device: torch.device | str = "cpu"
     ) -> tuple[Batch, list[tuple[str, ...]]]:
-        """A batch, and so many phrasings of each of its captions; the first is the batch's own."""
+        """A batch, and `count` phrasings of each of its captions; the first is the batch's own."""
         c = self.config
         scenes = c.sample(indices.to(device))
         facts = scenes.to("cpu")  # before the images, for which nothing then waits
         images, hints = self.painted(scenes), {name: self.hint(name, scenes) for name in c.hints}
-        told = phrasings(facts, range(c.seed, c.seed + count), style=c.name_style)
-        return Batch(images, captions=tuple(told[0]), hints=hints), list(zip(*told, strict=True))
+        texts = phrasings(facts, range(c.seed, c.seed + count), style=c.name_style)
+        return Batch(images, captions=tuple(texts[0]), hints=hints), list(zip(*texts, strict=True))
 
     def painted(self, scenes: Scenes) -> Tensor:
         c = self.config

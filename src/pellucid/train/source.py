@@ -47,8 +47,8 @@ class Source(Protocol):
 
 
 def inventory_of(source: Source) -> dict[str, int | str]:
-    """What a resumed run has to find again: how many examples, and the marks of what else the source says of them (the
-    names and sizes of files, not their contents)."""
+    """What a resumed run has to find unchanged: the number of examples, and digests of what the source lists (names and
+    sizes of files, not their contents)."""
     own = getattr(source, "inventory", dict)()
     return {"count": len(source)} | {name: mark(held) for name, held in own.items()}
 
@@ -69,8 +69,8 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class _Line:
-    """What the two threads share; the feed itself they do not, so that one that is dropped is cleaned up."""
+class _FeedState:
+    """What the two threads share. They do not share the feed itself, so that a dropped feed is cleaned up."""
 
     room: threading.Semaphore  # for batches that are made and not taken
     stream: torch.cuda.Stream | None
@@ -79,12 +79,12 @@ class _Line:
 
 
 class Feed(Generic[_T]):
-    """The batches of steps `start`, `start + 1`, … below `stop`, made up to `ahead` of them in advance; or whatever is
-    made of them: dicts, lists, tuples and dataclasses of tensors.
+    """The batches of steps `start`, `start + 1`, … below `stop`, made up to `ahead` of them in advance; or anything
+    derived from them: dicts, lists, tuples and dataclasses of tensors.
 
-    `make(step)` must depend on its step alone: then this changes when a batch is made, and never which. What it raises
-    is raised at the step that it was made for. On a GPU (`device`) batches are made on a stream beside the one that
-    trains, which waits for them. Use it as a context, so that its thread ends when you do.
+    `make(step)` must depend on its step alone: then this changes when a batch is made, and never its content. What it
+    raises is raised at the step that it was made for. On a GPU (`device`) batches are made on a stream next to the one
+    that trains, which waits for them. Use it as a context manager, so that its thread ends with the block.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Feed(Generic[_T]):
         if stream is not None:  # what `make` reads may still be on its way: weights, tables
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         self.step, self.stop = start, stop
-        self._line = _Line(threading.Semaphore(ahead), stream)
+        self._line = _FeedState(threading.Semaphore(ahead), stream)
         self._thread = threading.Thread(
             target=_work, args=(self._line, make, start, stop), name="pellucid-feed", daemon=True
         )
@@ -143,7 +143,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _work(line: _Line, make: Callable[[int], Any], start: int, stop: int) -> None:
+def _work(line: _FeedState, make: Callable[[int], Any], start: int, stop: int) -> None:
     """The thread: one batch after the other, until the last, an error, or the reader has left."""
     try:
         for step in range(start, stop):
@@ -158,8 +158,8 @@ def _work(line: _Line, make: Callable[[int], Any], start: int, stop: int) -> Non
         line.made.put((None, error, None))
 
 
-def _end(line: _Line, thread: threading.Thread) -> None:
-    """Tells both threads, wakes whichever waits, and waits for the one that makes."""
+def _end(line: _FeedState, thread: threading.Thread) -> None:
+    """Signals both threads, wakes the one that waits, and joins the worker."""
     line.ended.set()
     line.room.release()
     line.made.put((None, None, None))

@@ -28,8 +28,8 @@ from pellucid.train.source import Batch
 
 FIXED = 2 * 256 + 2  # entries that every tokenizer of CLIP's layout has: bytes, bytes that end a word, BOS and EOS
 _MOST = 49_408  # entries of CLIP's own
-_LEAST_SEEN = 2  # a pair that is seen once is no rule
-Pair = tuple[str, str]
+_LEAST_SEEN = 2  # a pair that occurs once is not merged
+MergePair = tuple[str, str]
 
 
 def train_tokenizer(captions: Iterable[str], *, size: int = 2000, length: int = LENGTH) -> Tokenizer:
@@ -59,16 +59,16 @@ def count_words(captions: Iterable[str]) -> Counter[str]:
     return words
 
 
-def learn_merges(words: Counter[str], room: int) -> list[Pair]:
+def learn_merges(words: Counter[str], room: int) -> list[MergePair]:
     """The merges that make at most `room` new entries: each joins the pair that was most frequent when it was made."""
     spelled = {word: [*word[:-1], word[-1] + WORD_END] for word in words}
-    counts: Counter[Pair] = Counter()
-    places: defaultdict[Pair, set[str]] = defaultdict(set)
+    counts: Counter[MergePair] = Counter()
+    places: defaultdict[MergePair, set[str]] = defaultdict(set)
     for word, letters in spelled.items():
         for pair in itertools.pairwise(letters):
             counts[pair] += words[word]
             places[pair].add(word)
-    merges: list[Pair] = []
+    merges: list[MergePair] = []
     made = {letter + end for letter in byte_letters() for end in ("", WORD_END)}
     base = len(made)
     while counts and len(made) - base < room:
@@ -89,7 +89,7 @@ def learn_merges(words: Counter[str], room: int) -> list[Pair]:
     return merges
 
 
-def _joined(letters: list[str], pair: Pair) -> list[str]:
+def _joined(letters: list[str], pair: MergePair) -> list[str]:
     """The letters of a word with every occurrence of a pair made one, from the left."""
     out: list[str] = []
     i = 0
@@ -105,12 +105,12 @@ def _joined(letters: list[str], pair: Pair) -> list[str]:
 
 # --- Captions to ids ------------------------------------------------------------------------------------------------
 
-MOST_WORDS = 2**16  # that are remembered: captions of the wild have words without end
+MOST_WORDS = 2**16  # that are cached: captions from the web have an unlimited number of words
 _ID = np.dtype(np.int32)
 
 
 class WordIds(dict[str, bytes]):
-    """What lies between two spaces → its ids, as bytes to be joined."""
+    """A word (what is between two spaces) → its ids, as bytes to join."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class TextConfig:
                 rule("text", "a folder, or an encoder with a tokenizer", ", ".join(given) or "none"), "config-value"
             )
         if self.encoder and not self.train:
-            advice = "A fresh encoder that learns nothing says nothing."
+            advice = "An untrained encoder carries no information."
             raise PellucidError(rule("text.train", "true for a fresh encoder", False, advice), "config-value")
 
     def build(self, seed: int) -> TextSide:
@@ -217,14 +217,14 @@ def read_tokenizer(folder: str) -> Tokenizer:
 
 
 def fresh_encoder(raw: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> CLIPTextEncoder:
-    """A CLIPTextModel with random weights that a seed decides. What the tokenizer knows need not be said."""
+    """A CLIPTextModel with random weights from a seed. The tokenizer supplies the fields that it determines."""
     settings = KINDS[_FRESH].read({**known_of(tokenizer), **raw})
     with seeded(seed):
         return start_clip(CLIPTextEncoder(settings))  # type: ignore[return-value]
 
 
 def known_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a tokenizer says of the config of an encoder over it."""
+    """The fields of an encoder's config that its tokenizer determines."""
     return {
         "vocab_size": tokenizer.size,
         "max_position_embeddings": tokenizer.length,

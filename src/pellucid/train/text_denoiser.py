@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.grid import named as grid_named
-from pellucid.interop import diffusers_export
 from pellucid.interop.components import Components
-from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.family import check_fit
 from pellucid.interop.save import save_components
 from pellucid.models.clip import CLIPTextEncoder
 from pellucid.models.dit import PixArt
 from pellucid.models.unet import UNet
 from pellucid.models.vae import AutoencoderKL
-from pellucid.train.autoencoder import decoded, drawn_latents, read_vae
+from pellucid.train.autoencoder import decoded, read_vae
 from pellucid.train.config import ObjectiveConfig, check_beginning
+from pellucid.train.denoiser import DenoisingTask, scheduler_of
 from pellucid.train.draws import Draws, mixed
 from pellucid.train.initial import begun
-from pellucid.train.objective import Grades, Objective
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 from pellucid.train.text import CaptionIds, TextConfig, tokens
@@ -42,7 +39,7 @@ class TextDenoiserConfig:
     """`network` is a config of diffusers (UNet2DConditionModel or PixArtTransformer2DModel), or `start` the folder of a
     pipeline whose network is trained further. `vae` is the folder of a VAE.
 
-    Data are images, which the VAE encodes on the way, or latents, as a cache holds them. `prompts` are what the
+    Data are images, which the VAE encodes as they are used, or latents from a cache. `prompts` are what the
     sample images show; `sampling` is also what the saved pipeline samples with unless a request says otherwise.
     """
 
@@ -63,7 +60,7 @@ class TextDenoiserConfig:
         return TextDenoiserTask(self, seed, device)
 
 
-class Joint(nn.Module):
+class TextAndDenoiser(nn.Module):
     """A text encoder and the denoiser that reads it, trained as one network."""
 
     def __init__(self, text_encoder: CLIPTextEncoder, denoiser: nn.Module) -> None:
@@ -75,7 +72,7 @@ class Joint(nn.Module):
         return self.denoiser(x, time, context=self.text_encoder(ids).last)
 
 
-class TextDenoiserTask:
+class TextDenoiserTask(DenoisingTask):
     """Noise latents, give the network their captions, grade its answer. Dropped captions become the empty prompt."""
 
     def __init__(self, config: TextDenoiserConfig, seed: int, device: torch.device) -> None:
@@ -90,7 +87,7 @@ class TextDenoiserTask:
         side = denoiser.config.sample_size  # type: ignore[union-attr]
         self.shape = (self.vae.config.latent_channels, side, side)
         self.pixels = (self.vae.config.in_channels, side * self.vae.config.factor, side * self.vae.config.factor)
-        self.network: nn.Module = Joint(self.text.encoder, denoiser) if self.text.trained else denoiser
+        self.network: nn.Module = TextAndDenoiser(self.text.encoder, denoiser) if self.text.trained else denoiser
         self.network.to(device)
 
     @property
@@ -102,7 +99,7 @@ class TextDenoiserTask:
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
         dropped = (draws.uniform("dropout") < self.objective.dropout).to(self.device, non_blocking=True)
         conditions = self.read(torch.where(dropped[:, None], self.no_ids, self.ids.of(batch).to(self.device)))
-        return self.objective.draw(self.latents(batch.images, draws), draws) | conditions
+        return self.objective.draw(self.diffused(batch.images, draws), draws) | conditions
 
     def conditions(self, captions: Sequence[str]) -> dict[str, Tensor]:
         return self.read(tokens(self.text.tokenizer, captions).to(self.device))
@@ -110,19 +107,6 @@ class TextDenoiserTask:
     def read(self, ids: Tensor) -> dict[str, Tensor]:
         """The conditions of ids (B, L): themselves where the network holds the encoder, else the encoder's states."""
         return {"ids": ids} if self.text.trained else {"context": self.text.context(ids)}
-
-    @torch.no_grad()
-    def latents(self, images: Tensor, draws: Draws) -> Tensor:
-        """Latents as the diffusion sees them, of images or of latents that are so already."""
-        if tuple(images.shape[1:]) == self.shape:
-            return images
-        if tuple(images.shape[1:]) != self.pixels:
-            must, got = f"images {self.pixels} or latents {self.shape}", tuple(images.shape[1:])
-            raise PellucidError(rule("data", must, got), "data-shape")
-        return drawn_latents(self.vae, images, draws)
-
-    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
-        return self.objective.loss(network, asked)
 
     # --- what comes out
 
@@ -140,25 +124,15 @@ class TextDenoiserTask:
         save_components(self.components(network, folder.name), folder, overwrite=True)
 
     def components(self, network: nn.Module, name: str) -> Components:
-        trained = isinstance(network, Joint)
+        trained = isinstance(network, TextAndDenoiser)
         denoiser = network.denoiser if trained else network
         kind = STABLE_DIFFUSION if isinstance(denoiser, UNet) else PIXART
         scheduler = dict(self.scheduler)
         if kind == STABLE_DIFFUSION and "steps_offset" in scheduler:
             scheduler["steps_offset"] = 1  # what diffusers' pipeline sets, with a warning, where it is not
-        return Components(
-            name=name,
-            pipeline_class=kind,
-            network=denoiser,
-            vae=self.vae,
-            text_encoders=(network.text_encoder if trained else self.text.encoder,),
-            tokenizers=(self.text.tokenizer,),
-            image_encoder=None,
-            controlnets=(),
-            scheduler=scheduler,
-            schedule=self.objective.schedule,
-            target=self.objective.target,
-        )
+        encoder = network.text_encoder if trained else self.text.encoder
+        parts = self.pipeline_parts(name, kind, denoiser, scheduler)
+        return replace(parts, text_encoders=(encoder,), tokenizers=(self.text.tokenizer,))
 
 
 def check_parts(denoiser: nn.Module, vae: AutoencoderKL, encoder: CLIPTextEncoder) -> None:
@@ -185,11 +159,3 @@ def check_parts(denoiser: nn.Module, vae: AutoencoderKL, encoder: CLIPTextEncode
         raise PellucidError(rule("network.in_channels", must, config.in_channels), "components-fit")
     if not isinstance(config.sample_size, int):
         raise PellucidError(rule("network.sample_size", "a whole number", config.sample_size), "config-missing")
-
-
-def scheduler_of(objective: Objective, sampling: SamplingConfig) -> dict[str, Any]:
-    """The config of the diffusers class that samples so from a network that was trained so."""
-    grid = grid_named(sampling.grid)
-    return diffusers_export.write(
-        SchedulerSettings("", sampling.sampler, objective.schedule, objective.target, grid, {}, None)
-    )

@@ -1,4 +1,4 @@
-"""The training loop. Every step is a function of its number, so a killed run goes on as if it had not been."""
+"""The training loop. Every step is a function of its number, so a killed run resumes as if it had not stopped."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from pellucid.interop.weights import some
 from pellucid.models.blocks import ResnetBlock, TransformerBlock
 from pellucid.models.dit_blocks import Block
 from pellucid.train import optimizer as adamw
-from pellucid.train.adapters import Frozen
+from pellucid.train.adapters import FrozenPart
 from pellucid.train.checkpoint import Checkpoints, from_first
 from pellucid.train.config import TrainConfig, chosen, to_plain
 from pellucid.train.draws import Draws, Order, mixed
 from pellucid.train.journal import Journal
 from pellucid.train.kinds import DATA, TASKS, Task
-from pellucid.train.objective import ByLevel, Grades
+from pellucid.train.objective import BatchLoss, ByLevel
 from pellucid.train.optimizer import EMA
 from pellucid.train.ranks import Ranks
 from pellucid.train.source import Feed, Source, differences, inventory_of
@@ -99,9 +99,9 @@ def recompute(network: nn.Module) -> int:
 
 
 def _frozen_in(network: nn.Module) -> list[nn.Module]:
-    """The models that adapters stand beside: not among their submodules, but gradients pass through them."""
+    """The base models of adapters: not among their submodules, but gradients pass through them."""
     bases = [getattr(module, "base", None) for module in network.modules()]
-    return [base.held for base in bases if isinstance(base, Frozen) and isinstance(base.held, nn.Module)]
+    return [base.held for base in bases if isinstance(base, FrozenPart) and isinstance(base.held, nn.Module)]
 
 
 # --- The loop -------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Trainer:
     # --- one step
 
     def prepare(self, step: int) -> list[dict[str, Tensor]]:
-        """What the network is asked at a step, one for each micro-step of this rank."""
+        """The inputs of a step, one set for each micro-step of this rank."""
         asked = []
         for micro in range(self.config.engine.accumulate):
             part = self.ranks.rank * self.config.engine.accumulate + micro
@@ -181,7 +181,7 @@ class Trainer:
         """Forward, backward and update: (loss, gradient norm, errors, λ), still on the device."""
         engine, clip = self.config.engine, self.config.optimizer.clip
         self.optimizer.zero_grad(set_to_none=True)
-        graded: list[Grades] = []
+        graded: list[BatchLoss] = []
         for micro, part in enumerate(asked):
             with self.ranks.syncing(self.asked, micro == len(asked) - 1):
                 with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=engine.dtype == "bf16"):
@@ -211,7 +211,7 @@ class Trainer:
         self.saved_at = step
 
     def resume(self) -> int:
-        """The step to go on from: 0, or that of the newest checkpoint that is whole."""
+        """The step to resume from: 0, or that of the newest intact checkpoint."""
         step, damaged = self.checkpoints.latest(), self.checkpoints.damaged
         if step is None and damaged:
             advice = f"Remove {self.checkpoints.folder} to start over, or choose another --out."
@@ -241,7 +241,7 @@ class Trainer:
             raise PellucidError(rule("steps", must, self.config.steps), "resume-steps")
 
     def other_than(self, path: Path) -> str:
-        """How this config is not the one in a file; empty if it is."""
+        """How this config differs from the one in a file; empty if it does not."""
         try:
             held = read_json(path, foreign=True)
             if held["fingerprint"] == self.config.fingerprint():
@@ -290,7 +290,7 @@ class Trainer:
     # --- the run
 
     def run(self, until: int | None = None, *, data_changed: bool = False) -> TrainingResult:
-        """Trains to the end, or to step `until` of the config's steps. With `data_changed` a run goes on with other
+        """Trains to the end, or to step `until` of the config's steps. With `data_changed` a run continues with other
         data than it began with, and its log says so."""
         begun = time.perf_counter()
         self.prepare(0)  # data that do not fit are refused before anything is written
@@ -369,7 +369,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.update(self.config.batch)
         self.window.append((loss, norm))
-        self.bins.add(Grades(loss, errors, lam))
+        self.bins.add(BatchLoss(loss, errors, lam))
 
     def journal(self, first: int) -> Journal | None:
         if not self.ranks.is_first:
@@ -416,7 +416,7 @@ class Trainer:
             self.network.train()
 
     def finish(self) -> None:
-        """The model that came out, beside the checkpoints."""
+        """Saves the trained model next to the checkpoints."""
         self.with_means(lambda network: self.task.save(network, self.folder / MODEL))
         self.ranks.barrier()
 
@@ -430,6 +430,6 @@ def train(
     until: int | None = None,
     data_changed: bool = False,
 ) -> TrainingResult:
-    """Trains as a config says, into a folder; goes on where it was if the folder has its checkpoints."""
+    """Trains by a config, into a folder; resumes if the folder has its checkpoints."""
     with Ranks.join(config.engine.strategy, device) as ranks:
         return Trainer(config, Path(folder), ranks, quiet=quiet).run(until, data_changed=data_changed)

@@ -27,7 +27,7 @@ _MAX_HEADER = 8192  # bytes of a long name or of pax records; tarfile's time to 
 
 
 @dataclass(frozen=True)
-class Member:
+class TarMember:
     """One file of an archive."""
 
     name: str
@@ -43,7 +43,7 @@ class TarDamagedError(PellucidError):
 
 
 class _HeaderFile(io.FileIO):
-    """An archive of which only headers are read, so that a false size asks for no memory."""
+    """An archive of which only headers are read, so that a false size cannot allocate memory."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= _MAX_HEADER:
@@ -65,7 +65,7 @@ class _Header(tarfile.TarInfo):
         return found
 
 
-def members(path: Path) -> Iterator[Member]:
+def members(path: Path) -> Iterator[TarMember]:
     """The files of an archive in their order; ends with TarDamagedError where it is cut off or broken.
 
     Nothing is unpacked. Links, devices and folders are passed over.
@@ -83,7 +83,7 @@ def members(path: Path) -> Iterator[Member]:
                 if found.size < 0 or (found.isreg() and found.offset_data + found.size > end):
                     raise TarDamagedError(f"{found.name} is cut off")
                 if found.isreg():
-                    yield Member(found.name, found.offset_data, found.size)
+                    yield TarMember(found.name, found.offset_data, found.size)
             file.seek(archive.offset)
             if any(file.read(tarfile.BLOCKSIZE)):
                 raise TarDamagedError(f"its header at byte {archive.offset} is broken")
@@ -107,7 +107,7 @@ _NOWHERE = -1
 
 @dataclass(frozen=True)
 class Columns:
-    """Where captions and labels are said: a column, and the key of it if it is JSON."""
+    """Where captions and labels are: a column, and its key if it is JSON."""
 
     caption: int | None = None
     label: int | None = None
@@ -163,7 +163,7 @@ class WebShards(ImageSource):
             self.keys.append(key)
             yield [shard, *itertools.chain(*((m.offset, m.size) if m else (_NOWHERE, 0) for m in chosen))]
 
-    def readable(self, path: Path) -> Iterator[Member]:
+    def readable(self, path: Path) -> Iterator[TarMember]:
         """The files of a shard; a damaged one is named, and ends where the damage is."""
         try:
             yield from members(path)
@@ -172,7 +172,7 @@ class WebShards(ImageSource):
             log.warning("%s is used up to where it is damaged: %s", path.name, error)
 
     def first_columns(self) -> Columns:
-        """What is said of images, and where, by the first example whose JSON, if it has one, can be read."""
+        """Where captions and labels are, judged by the first example whose JSON, if any, can be read."""
         for index in range(len(self)):
             try:
                 said = self.said(index) if self.has(index, _JSON) else {}
@@ -261,12 +261,12 @@ class WebShardsConfig:
         return WebShards(**vars(self))
 
 
-def _grouped(files: Iterator[Member], shard: str) -> Iterator[tuple[str, dict[str, Member]]]:
+def _grouped(files: Iterator[TarMember], shard: str) -> Iterator[tuple[str, dict[str, TarMember]]]:
     """Neighbours of one key, by what follows the first dot in lower case, as WebDataset groups them."""
     split = ((_KEY.fullmatch(member.name), member) for member in files)
     keyed = ((found[1], found[2].lower(), member) for found, member in split if found)
     for key, group in itertools.groupby(keyed, key=lambda one: one[0]):
-        held: dict[str, Member] = {}
+        held: dict[str, TarMember] = {}
         for _, end, member in group:
             if end in held:
                 raise PellucidError(f"{shard} must hold a file once; got {member.name} twice.", "data-damaged")

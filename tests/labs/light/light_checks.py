@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
 
 
 def wants(name: str, right: float) -> Check:
     def run(answer: ModuleType) -> None:
         if (got := getattr(answer, name)(0.25)) != right:
-            raise Wrong(f"{name} must be {right}; got {got}.")
+            raise Mistake(f"{name} must be {right}; got {got}.")
 
     return Check(name, run)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pellucid.scenes.grading import Mark, graded
 from pellucid.scenes.grammar import Query
-from pellucid.scenes.reading import Reading, Seen
+from pellucid.scenes.reading import ObjectReading, Reading
 
 ATTRIBUTES = ("count", "shape", "colour", "texture", "size", "place", "relation", "background", "background kind")
 
@@ -68,7 +68,7 @@ def reading_to_json(reading: Reading) -> dict[str, Any]:
 
 def reading_from_json(raw: Mapping[str, Any]) -> Reading:
     return Reading(
-        objects=tuple(Seen(**seen) for seen in raw["objects"]),
+        objects=tuple(ObjectReading(**seen) for seen in raw["objects"]),
         relations=tuple((i, name, j) for i, name, j in raw["relations"]),
         background=raw["background"],
         kind=raw["kind"],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid import scenes
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
 from pellucid.labs.checks.tensors import off
 
 CLOSE = 1e-5
@@ -27,7 +27,7 @@ def fits(got: object, wanted: Tensor, what: str, mistakes: Mapping[str, Tensor],
     if not far < CLOSE * size:
         found = [name for name, wrong in mistakes.items() if float((got - wrong).abs().max()) < CLOSE * size]
         hint = f"this is what you get with {found[0]}" if found else otherwise
-        raise Wrong(f"{what} must be right to {CLOSE:g} of its size, {size:.3g}; off by {far:.3g}; {hint}.")
+        raise Mistake(f"{what} must be right to {CLOSE:g} of its size, {size:.3g}; off by {far:.3g}; {hint}.")
 
 
 def check_alpha_bar(answer: ModuleType) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.core.loop import StepSeen
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
 from pellucid.labs.checks.tensors import off
 from pellucid.pipeline.encoders.text import encode_prompts
 
@@ -45,13 +45,15 @@ def check_predicted(answer: ModuleType) -> None:
         x, v = level.alpha * x0 + level.sigma * eps, level.alpha * eps - level.sigma * x0
         made = answer.predicted(x, v, level)
         if not isinstance(made, tuple) or len(made) != 2:
-            raise Wrong(f"predicted must return x0 and eps, two tensors; got {type(made).__name__}.")
+            raise Mistake(f"predicted must return x0 and eps, two tensors; got {type(made).__name__}.")
         if level.alpha > 0.01 and off(made[0], (x - level.sigma * v) / level.alpha, "x0") < CLOSE:
-            raise Wrong("x0 must be alpha·x − sigma·v; got (x − sigma·v) / alpha, which takes v for eps.")
+            raise Mistake("x0 must be alpha·x − sigma·v; got (x − sigma·v) / alpha, which takes v for eps.")
         for name, got, wanted in (("x0", made[0], x0), ("eps", made[1], eps)):
             if (far := off(got, wanted, name)) > CLOSE:
                 hint = "check the sign: v = alpha·eps − sigma·x0" if name == "x0" else "v is not eps: add sigma·x"
-                raise Wrong(f"{name} must come back to {CLOSE:g} at alpha {level.alpha:.3f}; off by {far:.3f}; {hint}.")
+                raise Mistake(
+                    f"{name} must come back to {CLOSE:g} at alpha {level.alpha:.3f}; off by {far:.3f}; {hint}."
+                )
 
 
 def check_step(answer: ModuleType) -> None:
@@ -72,7 +74,7 @@ def check_step(answer: ModuleType) -> None:
         }
         found = [name for name, wrong in mistakes.items() if off(got, wrong, "the next x") < CLOSE]
         hint = f"this is what you get with {found[0]}" if found else "it is alpha'·x0 + sigma'·eps, ' at `there`"
-        raise Wrong(
+        raise Mistake(
             f"the next x must be the engine's to {CLOSE:g} at time {step.row.time:g}; off by {far:.3f}; {hint}."
         )
 
@@ -82,24 +84,26 @@ def check_sample(answer: ModuleType) -> None:
     pipe, made, steps = watched()
     parts = pipe.components
     context = encode_prompts(parts.text_encoders, parts.tokenizers, [PROMPT]).context
-    told: list[float] = []
+    times: list[float] = []
 
     def network(x: Tensor, time: float) -> Tensor:
-        told.append(float(time))
+        times.append(float(time))
         out: Tensor = parts.network(x, torch.tensor([float(time)]), context)
         return out
 
     levels = [*(step.row.level for step in steps), made.plan.end]
     with torch.no_grad():
         got = answer.sample(steps[0].x, network, list(made.plan.timesteps), levels)
-    if told != list(made.plan.timesteps):
-        raise Wrong(
-            f"the network must be told {made.plan.timesteps[:3]}…, once each; "
-            f"got {tuple(told[:3])}…, {len(told)} calls; "
-            "tell it the time, not the number of the step."
+    if times != list(made.plan.timesteps):
+        raise Mistake(
+            f"the network must be called at {made.plan.timesteps[:3]}…, once each; "
+            f"got {tuple(times[:3])}…, {len(times)} calls; "
+            "pass the time, not the number of the step."
         )
     if (far := off(got, made.latents, "the result")) > 1e-2:
-        raise Wrong(f"the latents must be the engine's to 0.01; off by {far:.3f}; go from levels[i] to levels[i + 1].")
+        raise Mistake(
+            f"the latents must be the engine's to 0.01; off by {far:.3f}; go from levels[i] to levels[i + 1]."
+        )
 
 
 CHECKS: list[Check] = [

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import pellucid
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import off, tensor
 
 CLOSE = 1e-5
 SETTINGS = ((1000, 5), (1000, 20), (1000, 30), (100, 4))
@@ -23,9 +24,9 @@ def numbers(got: object, count: int, what: str) -> list[float]:
     try:
         found = [float(value) for value in got]  # type: ignore[attr-defined]
     except TypeError:
-        raise Wrong(f"{what} must be {count} numbers; got {type(got).__name__}.") from None
+        raise Mistake(f"{what} must be {count} numbers; got {type(got).__name__}.") from None
     if len(found) != count:
-        raise Wrong(f"{what} must be {count} numbers; got {len(found)}.")
+        raise Mistake(f"{what} must be {count} numbers; got {len(found)}.")
     return found
 
 
@@ -48,7 +49,7 @@ def check_trailing(answer: ModuleType) -> None:
             name for name, times in mistakes.items() if all(abs(a - b) < 0.51 for a, b in zip(got, times, strict=True))
         ]
         hint = f"this is {same[0]}" if same else "go back from num_train in strides of num_train / steps, then take 1"
-        raise Wrong(f"the times must begin {wanted[:3]}; got {[round(time, 1) for time in got[:3]]}; {hint}.")
+        raise Mistake(f"the times must begin {wanted[:3]}; got {[round(time, 1) for time in got[:3]]}; {hint}.")
 
 
 def check_sigmas(answer: ModuleType) -> None:
@@ -58,7 +59,7 @@ def check_sigmas(answer: ModuleType) -> None:
         wanted = [float(((1 - bar[t]) / bar[t]) ** 0.5) for t in times]
         got = numbers(answer.sigmas(bar, times), len(times) + 1, "the sigmas of 5 times, and where the run ends,")
         if got[-1] != 0.0:
-            raise Wrong(f"the last sigma must be 0, where no noise is left; got {got[-1]:.4g}.")
+            raise Mistake(f"the last sigma must be 0, where no noise is left; got {got[-1]:.4g}.")
         if all(abs(a - b) <= CLOSE * b for a, b in zip(got, wanted, strict=False)):
             continue
         vp = [float((1 - bar[t]) ** 0.5) for t in times]
@@ -67,7 +68,7 @@ def check_sigmas(answer: ModuleType) -> None:
             hint = "√(1−ᾱ) is the σ beside α = √ᾱ; in Euler's space α is 1, so divide by √ᾱ"
         elif all(abs(a - b * b) <= CLOSE * b * b for a, b in zip(got, wanted, strict=False)):
             hint = "this is its square, the noise's power"
-        raise Wrong(f"σ under {name} must begin {wanted[0]:.4g}; got {got[0]:.4g}; {hint}.")
+        raise Mistake(f"σ under {name} must begin {wanted[0]:.4g}; got {got[0]:.4g}; {hint}.")
 
 
 def check_scaled(answer: ModuleType) -> None:
@@ -76,16 +77,14 @@ def check_scaled(answer: ModuleType) -> None:
         sigma = ((1 - bar) / bar) ** 0.5
         x = x0 + sigma * eps
         wanted = bar**0.5 * x0 + (1 - bar) ** 0.5 * eps
-        got = answer.scaled(x, sigma)
-        if not isinstance(got, Tensor) or got.shape != wanted.shape:
-            raise Wrong("the input must be a tensor of x's shape.")
+        got = tensor(answer.scaled(x, sigma), wanted, "the input")
         if (far := float((got - wanted).abs().max())) > CLOSE * 10:
             hint = "divide by √(1 + σ²)"
             if torch.allclose(got, x):
                 hint = "x itself is what Euler keeps: its spread is √(1 + σ²), and the network was trained on spread 1"
             elif torch.allclose(got, x / sigma):
                 hint = "x / σ forgets the image's own part: divide by √(1 + σ²)"
-            raise Wrong(f"the input at σ {sigma:.3g} must be √ᾱ·x0 + √(1−ᾱ)·eps; off by {far:.3g}; {hint}.")
+            raise Mistake(f"the input at σ {sigma:.3g} must be √ᾱ·x0 + √(1−ᾱ)·eps; off by {far:.3g}; {hint}.")
 
 
 def check_euler(answer: ModuleType) -> None:
@@ -95,11 +94,11 @@ def check_euler(answer: ModuleType) -> None:
     times = [round(float(time)) for time in scheduler.timesteps]
     bar = bars("scaled_linear")
     sigmas = [*(float(((1 - bar[t]) / bar[t]) ** 0.5) for t in times), 0.0]
-    told: list[int] = []
+    called: list[int] = []
     spreads: list[float] = []
 
     def network(x: Tensor, time: int) -> Tensor:
-        told.append(int(time))
+        called.append(int(time))
         spreads.append(float(x.std()))
         return 0.9 * x + 0.05 * torch.sin(x + int(time) / 300)
 
@@ -108,19 +107,17 @@ def check_euler(answer: ModuleType) -> None:
     for time, here, there in zip(times, sigmas, sigmas[1:], strict=False):
         wanted = wanted + (there - here) * network(wanted / (1 + here**2) ** 0.5, time)
     right_spreads = list(spreads)
-    told.clear()
+    called.clear()
     spreads.clear()
     got = answer.euler(x, network, times, sigmas)
-    if told != times:
-        raise Wrong(f"the network must be told {times[:3]}…, once each; got {told[:3]}…, {len(told)} calls.")
+    if called != times:
+        raise Mistake(f"the network must be called at {times[:3]}…, once each; got {called[:3]}…, {len(called)} calls.")
     if max(abs(a - b) for a, b in zip(spreads[:1], right_spreads, strict=False)) > 0.01:
-        raise Wrong(
+        raise Mistake(
             f"the network's first input must have spread {right_spreads[0]:.2f}; got {spreads[0]:.4g}; scale it."
         )
-    if not isinstance(got, Tensor) or got.shape != x.shape:
-        raise Wrong("the result must be a tensor of x's shape.")
-    if (far := float((got - wanted).abs().max())) > CLOSE:
-        raise Wrong(
+    if (far := off(got, wanted, "the result")) > CLOSE:
+        raise Mistake(
             f"x at the end must be ours to {CLOSE:g}; off by {far:.3g}; a step is x + (σ' − σ)·eps, on the x that was "
             "not scaled, and σ' is the smaller one."
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import pellucid
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
 from pellucid.labs.checks.tensors import off
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.unet import UNet
@@ -61,7 +61,7 @@ def check_formula(answer: ModuleType) -> None:
                 hint = "this is what you get when the push is added to cond, which is one scale too strong"
             elif off(got, torch.lerp(c.cond, c.uncond, scale), "") < CLOSE:
                 hint = "this is what you get when cond and uncond are swapped"
-            raise Wrong(f"guided must be exact at scale {scale:g}; off by {far:.3f}; {hint}.")
+            raise Mistake(f"guided must be exact at scale {scale:g}; off by {far:.3f}; {hint}.")
 
 
 def check_both(answer: ModuleType) -> None:
@@ -77,16 +77,16 @@ def check_both(answer: ModuleType) -> None:
     with torch.no_grad():
         made = answer.both(network, c.x, c.time, c.texts, c.other)
     if batches != [4]:
-        raise Wrong(
+        raise Mistake(
             f"two images must go as one call with a batch of 4; got calls with batches {batches}; stack x twice."
         )
     if not isinstance(made, tuple) or len(made) != 2:
-        raise Wrong(f"both must return cond and uncond; got {type(made).__name__}.")
+        raise Mistake(f"both must return cond and uncond; got {type(made).__name__}.")
     if off(made[0], c.uncond, "cond") < CLOSE and off(made[1], c.cond, "uncond") < CLOSE:
-        raise Wrong("cond must be the half with the prompt; got the halves swapped: return them in the order asked.")
+        raise Mistake("cond must be the half with the prompt; got the halves swapped: return them in the order asked.")
     for name, got, wanted in (("cond", made[0], c.cond), ("uncond", made[1], c.uncond)):
         if (far := off(got, wanted, name)) > CLOSE:
-            raise Wrong(
+            raise Mistake(
                 f"{name} must be what a call alone gives, to {CLOSE:g}; off by {far:.3f}; the order of x and of the "
                 "texts must match (all prompts, then all others), and so must the split."
             )
@@ -112,7 +112,7 @@ def check_rescaled(answer: ModuleType) -> None:
             hint = "multiply the guided v by 1 + phi·(std of cond / std of guided − 1)"
             if off(got, batch, "") < CLOSE:
                 hint = "this is what you get with one spread for the whole batch: each image has its own"
-            raise Wrong(f"rescaled must be the engine's at phi {phi:g} to {2 * CLOSE:g}; off by {far:.3f}; {hint}.")
+            raise Mistake(f"rescaled must be the engine's at phi {phi:g} to {2 * CLOSE:g}; off by {far:.3f}; {hint}.")
 
 
 def check_cost(answer: ModuleType) -> None:
@@ -126,7 +126,7 @@ def check_cost(answer: ModuleType) -> None:
         finally:
             hook.remove()
         if (got := answer.latents_called(scales)) != sum(rows):
-            raise Wrong(
+            raise Mistake(
                 f"scales {scales} must cost {sum(rows)} latents; got {got}; at scale 1 uncond has no weight and is not "
                 "asked for, at every other scale (0 too) both are."
             )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid import scenes
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
 from pellucid.labs.checks.tensors import off
 from pellucid.models.vae import AutoencoderKL, to_diffusion
 
@@ -70,7 +70,7 @@ def check_in(answer: ModuleType) -> None:
             }
             found = [name for name, wrong in mistakes.items() if off(got, wrong, "latents") < CLOSE]
             hint = f"this is what you get when {found[0]}" if found else "take the mean of the posterior, no sample"
-            raise Wrong(f"latents must be (mean − shift)·scale to {CLOSE:g}; off by {far:.3f}; {hint}.")
+            raise Mistake(f"latents must be (mean − shift)·scale to {CLOSE:g}; off by {far:.3f}; {hint}.")
 
 
 def check_out(answer: ModuleType) -> None:
@@ -90,11 +90,11 @@ def check_out(answer: ModuleType) -> None:
                     hint = "this is what you get when the scale and the shift are forgotten before decoding"
                 elif float(got.abs().max()) > 1:
                     hint = "the decoder's output goes beyond [−1, 1]: clamp it"
-                raise Wrong(f"images must be the decoder's to {5 * CLOSE:g}; off by {far:.3f}; {hint}.")
+                raise Mistake(f"images must be the decoder's to {5 * CLOSE:g}; off by {far:.3f}; {hint}.")
 
 
 def check_decibels(answer: ModuleType) -> None:
-    """One number an image, of a peak of 2."""
+    """One number per image, for a peak of 2."""
     a = images()
     scale = torch.tensor([0.5, 0.1, 0.02, 0.004])
     got = answer.decibels(a + scale[:, None, None, None], a)
@@ -104,7 +104,7 @@ def check_decibels(answer: ModuleType) -> None:
         hint = "10·log10(4 / mean square), the mean over (3, H, W) of each image"
         if off(got, 20 * torch.log10(1 / scale), "decibels") < 0.01:
             hint = "pixels go from −1 to 1, so the peak is 2 and its square 4"
-        raise Wrong(f"decibels must be {[round(v, 1) for v in wanted.tolist()]}; off by {far:.2f}; {hint}.")
+        raise Mistake(f"decibels must be {[round(v, 1) for v in wanted.tolist()]}; off by {far:.2f}; {hint}.")
 
 
 def check_noised(answer: ModuleType) -> None:
@@ -117,7 +117,7 @@ def check_noised(answer: ModuleType) -> None:
         for one in (vae, other):
             got = answer.noised(one, images(), alpha, sigma, noise)
             if (far := off(got, wanted, "x")) > CLOSE:
-                raise Wrong(
+                raise Mistake(
                     f"x must be alpha·z + sigma·noise to {CLOSE:g}; off by {far:.3f}; z is scaled, and the noise comes "
                     "after the encoder, not on the pixels."
                 )

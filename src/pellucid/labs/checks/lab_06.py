@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pellucid
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
 from pellucid.labs.checks.tensors import off
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.images import to_tensor
@@ -45,7 +45,7 @@ def check_tokens(answer: ModuleType) -> None:
         got = answer.tokens(one, ["", PROMPT])
         if off(got, wanted, "ids") > 0:
             place = int((got != wanted).any(0).nonzero()[0])
-            raise Wrong(
+            raise Mistake(
                 f"ids must be BOS, the words, EOS, then tokenizer.pad ({one.pad}) up to {one.length}; the first that "
                 f"differs is at place {place}: wanted {wanted[:, place].tolist()}, got {got[:, place].tolist()}."
             )
@@ -63,7 +63,7 @@ def check_states(answer: ModuleType) -> None:
         hint = "take `last` of what the encoder gives"
         if off(got, all_states.hidden[-1], "states") < 1e-4:
             hint = "this is the last layer without the final norm, which this model was not trained on"
-        raise Wrong(f"states must be the encoder's last to 1e-4; off by {far:.3f}; {hint}.")
+        raise Mistake(f"states must be the encoder's last to 1e-4; off by {far:.3f}; {hint}.")
 
 
 def check_denoise(answer: ModuleType) -> None:
@@ -82,7 +82,7 @@ def check_denoise(answer: ModuleType) -> None:
                 wanted = pipe(PROMPT, steps=STEPS, guidance=SCALE, seed=SEED, decode=False, **options).latents
             got = answer.denoise(parts.network, scheduler, first_noise(), context, SCALE)
             if (far := off(got, wanted, "latents")) > 1e-2:
-                raise Wrong(
+                raise Mistake(
                     f"latents must be the pipeline's to 0.01 with {kind}; off by {far:.3f}; scale the noise by "
                     "init_noise_sigma and the input by scale_model_input, and the first row of the context is uncond."
                 )
@@ -108,7 +108,7 @@ def check_decode(answer: ModuleType) -> None:
                     hint = "this is the image in [−1, 1]: add 1 and halve"
                 elif one is large and off(got, ((one.decode(result.latents) + 1) / 2).clamp(0, 1), "the image") < 2e-3:
                     hint = "this is what you get without scaling_factor; it is 1 in scenes-128 and 0.18215 elsewhere"
-                raise Wrong(f"the image must be the decoder's to 0.002; off by {far:.3f}; {hint}.")
+                raise Mistake(f"the image must be the decoder's to 0.002; off by {far:.3f}; {hint}.")
 
 
 def check_whole(answer: ModuleType) -> None:
@@ -123,7 +123,7 @@ def check_whole(answer: ModuleType) -> None:
         got = answer.decode(parts.vae, latents)
     wanted = (to_tensor(result.images) + 1) / 2
     if (far := off(got, wanted, "the image")) > 1.6 / 255:
-        raise Wrong(f"the image must be that of pipe(prompt) within 1 of 255; off by {255 * far:.1f} of 255.")
+        raise Mistake(f"the image must be that of pipe(prompt) within 1 of 255; off by {255 * far:.1f} of 255.")
 
 
 CHECKS: list[Check] = [

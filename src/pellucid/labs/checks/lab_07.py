@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import pellucid
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
 from pellucid.labs.checks.tensors import off
 from pellucid.models.attention import split_heads
 from pellucid.models.dit import DiT, DiTConfig
@@ -50,11 +50,11 @@ def check_weights(answer: ModuleType) -> None:
     got = answer.attention_weights(q, k)
     shape = (*q.shape[:-1], k.shape[-2])
     if not isinstance(got, Tensor) or tuple(got.shape) != shape:
-        raise Wrong(
+        raise Mistake(
             f"weights must have the shape (batch, heads, places, tokens) = {shape}; got {getattr(got, 'shape', got)}."
         )
     if (far := float((got.sum(-1) - 1).abs().max())) > CLOSE * 10:
-        raise Wrong(
+        raise Mistake(
             f"the weights of a place must add up to 1 over the tokens; off by {far:.3f}: softmax over the last axis."
         )
     far = off(got @ v, wanted, "weights @ v")
@@ -63,7 +63,7 @@ def check_weights(answer: ModuleType) -> None:
         hint = "divide by √d, the width of one head"
         if off(got, sharp, "weights") > 1e-4:
             hint = "it is softmax(q kᵀ / √d)"
-        raise Wrong(f"weights @ v must be what the kernel gives; off by {far:.4f}; {hint}.")
+        raise Mistake(f"weights @ v must be what the kernel gives; off by {far:.4f}; {hint}.")
 
 
 def check_map(answer: ModuleType) -> None:
@@ -79,14 +79,14 @@ def check_map(answer: ModuleType) -> None:
             hint = "rows and columns are swapped: places are counted row by row"
         elif off(got, 2 * wanted, "the map") < CLOSE:
             hint = "heads are averaged, not added"
-        raise Wrong(
+        raise Mistake(
             f"the map must be 0.4 in row 1, column 4 and 0 elsewhere; largest is {float(got.max()):.2f}; {hint}."
         )
     q, k, _, _ = attended()
     real = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
     total = sum(answer.word_map(real, token, 16) for token in range(real.shape[-1]))
     if off(total, torch.ones(2, 16, 16), "the map of a batch of two") > 1e-4:
-        raise Wrong(
+        raise Mistake(
             "the maps of all tokens must add up to 1 at every place; they do not: keep the weights as they are."
         )
 
@@ -105,7 +105,7 @@ def check_modulated(answer: ModuleType) -> None:
             hint = "this is what you get with scale in the place of 1 + scale: a new network would be silent"
         elif off(got, x * (1 + scale[:, None]) + shift[:, None], "modulated") < 1e-4:
             hint = "the norm is missing"
-        raise Wrong(f"modulated must be the DiT's to 1e-4; off by {far:.3f}; {hint}.")
+        raise Mistake(f"modulated must be the DiT's to 1e-4; off by {far:.3f}; {hint}.")
 
 
 def check_tokens(answer: ModuleType) -> None:
@@ -122,7 +122,7 @@ def check_tokens(answer: ModuleType) -> None:
                 if got == wanted * 64
                 else ("a patch is `patch` latents a side, so it takes patch² of them")
             )
-            raise Wrong(f"{height}×{width} pixels at patch {patch} must be {wanted} tokens; got {got}; {hint}.")
+            raise Mistake(f"{height}×{width} pixels at patch {patch} must be {wanted} tokens; got {got}; {hint}.")
 
 
 CHECKS: list[Check] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import close, diagnosis
 from pellucid.models.lora_delta import LoRA, Product
 
 OUT, IN, RANK, BATCH = 48, 40, 4, 6
@@ -30,8 +32,7 @@ def engine(weight: Tensor, down: Tensor, up: Tensor, alpha: float, strength: flo
     return weight + LoRA(product=Product(up, down), factor=alpha / len(down)).weight(weight, strength)
 
 
-def near(got: Any, wanted: Tensor) -> bool:
-    return isinstance(got, Tensor) and got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-4, atol=1e-4)
+near = partial(close, tolerance=1e-4)
 
 
 def check_weight(answer: ModuleType) -> None:
@@ -39,11 +40,13 @@ def check_weight(answer: ModuleType) -> None:
     kept = weight.clone()
     got, wanted = answer.merged_weight(weight, down, up, ALPHA, STRENGTH), engine(weight, down, up, ALPHA, STRENGTH)
     if not torch.equal(weight, kept):
-        raise Wrong("merged_weight changed the weight that it was given: return a new one, the base must stay usable.")
+        raise Mistake(
+            "merged_weight changed the weight that it was given: return a new one, the base must stay usable."
+        )
     if near(got, wanted):
         return
     if not isinstance(got, Tensor) or got.shape != wanted.shape:
-        raise Wrong(f"merged_weight must give {tuple(wanted.shape)}; got {shown(got)}. It is up @ down that has it.")
+        raise Mistake(f"merged_weight must give {tuple(wanted.shape)}; got {shown(got)}. It is up @ down that has it.")
     slips = {
         "alpha / rank is left out": engine(weight, down, up, RANK, STRENGTH),
         "alpha is not divided by the rank": engine(weight, down, up, ALPHA * RANK, STRENGTH),
@@ -51,24 +54,24 @@ def check_weight(answer: ModuleType) -> None:
         "the strength weakens W itself": (1 - STRENGTH) * weight + STRENGTH * engine(0 * weight, down, up, ALPHA, 1.0),
         "W itself is left out": engine(0 * weight, down, up, ALPHA, STRENGTH),
     }
-    hint = next((slip for slip, value in slips.items() if near(got, value)), "compare with W + s·(alpha/rank)·up·down")
+    hint = diagnosis(slips, partial(near, got), "compare with W + s·(alpha/rank)·up·down", "{}")
     apart = float((got - wanted).abs().max())
-    raise Wrong(f"merged_weight must be the engine's to 1e-4; it is {apart:.3g} off. What you see when {hint}.")
+    raise Mistake(f"merged_weight must be the engine's to 1e-4; it is {apart:.3g} off. What you see when {hint}.")
 
 
 def check_no_rank_left(answer: ModuleType) -> None:
     weight, down, up = given()
     rank = int(torch.linalg.matrix_rank(answer.merged_weight(weight, down, up, ALPHA, STRENGTH) - weight, rtol=1e-4))
     if rank != RANK:
-        raise Wrong(f"the difference to the base must have the rank {RANK} of the LoRA; got {rank}.")
+        raise Mistake(f"the difference to the base must have the rank {RANK} of the LoRA; got {rank}.")
     same = answer.merged_weight(weight, down, up, ALPHA, 0.0)
     if not torch.equal(same, weight):
-        raise Wrong(
+        raise Mistake(
             "at strength 0 the weight must be the base's, bit for bit; something is added that has no strength."
         )
 
 
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Remembers the largest tensor that was made."""
 
     def __init__(self) -> None:
@@ -85,16 +88,16 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def check_beside(answer: ModuleType) -> None:
     weight, down, up = given()
     x = torch.randn(BATCH, IN, generator=torch.Generator().manual_seed(9))
-    with Largest() as largest:
+    with LargestTensor() as largest:
         got = answer.beside(x, weight, down, up, ALPHA, STRENGTH)
     wanted = x @ engine(weight, down, up, ALPHA, STRENGTH).T
     if not near(got, wanted):
-        raise Wrong(
+        raise Mistake(
             f"beside must give what the merged weight gives, {tuple(wanted.shape)}; got {shown(got)} with other "
             "values. Both paths see the same x, and alpha / rank and the strength belong to the second one alone."
         )
     if largest.numbers >= OUT * IN:
-        raise Wrong(
+        raise Mistake(
             f"beside must make nothing of {OUT * IN} numbers; it made a tensor of {largest.numbers}. Go down "
             "to the rank first: (x @ down.T) @ up.T and not x @ (up @ down).T."
         )
@@ -107,12 +110,12 @@ def check_unmatched(answer: ModuleType) -> None:
     keys = [*fitting[:3], strange[0], *fitting[3:], *strange[1:]]
     got = list(answer.unmatched(iter(keys), iter(LAYERS)))
     if got != strange:
-        raise Wrong(
+        raise Mistake(
             f"of {len(keys)} keys {strange} fit nothing; got {got}. A name fits as a whole: attn.to_q is not "
             "down.attn.to_q, and an ending that is unknown fits nothing."
         )
     if list(answer.unmatched(fitting, LAYERS)):
-        raise Wrong("a file whose keys all fit has nothing left over; got some.")
+        raise Mistake("a file whose keys all fit has nothing left over; got some.")
 
 
 def shown(value: Any) -> str:

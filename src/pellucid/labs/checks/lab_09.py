@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from pellucid import scenes
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import close
 from pellucid.pipeline.request import Control
 
 CHANNELS = 6
@@ -21,15 +21,17 @@ def check_zero(answer: ModuleType) -> None:
     x = torch.randn(2, CHANNELS, 5, 5, generator=torch.Generator().manual_seed(9))
     out = conv(x)
     if out.shape != x.shape:
-        raise Wrong(f"the convolution must keep {tuple(x.shape)}; got {tuple(out.shape)}. Its kernel is 1 × 1.")
+        raise Mistake(f"the convolution must keep {tuple(x.shape)}; got {tuple(out.shape)}. Its kernel is 1 × 1.")
     if bool(out.ne(0).any()):
         most = float(out.abs().max().detach())
-        raise Wrong(f"a new one must give 0 for every input; got up to {most:.3g}. Weight and bias both begin at zero.")
+        raise Mistake(
+            f"a new one must give 0 for every input; got up to {most:.3g}. Weight and bias both begin at zero."
+        )
     if out.requires_grad:
         (out - 1).square().sum().backward()
     for name, parameter in conv.named_parameters():
         if not parameter.requires_grad or parameter.grad is None or not bool(parameter.grad.ne(0).any()):
-            raise Wrong(
+            raise Mistake(
                 f"{name} must get a gradient; got none. A zero convolution is a zero *start*: to freeze it, or to "
                 "multiply its output by 0, would keep it at zero for ever."
             )
@@ -42,7 +44,7 @@ def check_steered(answer: ModuleType) -> None:
     for strength in (1.0, 0.4):
         got = list(answer.steered(skips, residuals, strength))
         if not all(torch.equal(a, b) for a, b in zip(skips, kept, strict=True)):
-            raise Wrong(
+            raise Mistake(
                 "steered changed the skips that it was given: return new ones, the next guidance branch needs them."
             )
         wanted = [skip + strength * residual for skip, residual in zip(kept, residuals, strict=True)]
@@ -52,11 +54,7 @@ def check_steered(answer: ModuleType) -> None:
             hint = (
                 slip if len(got) == len(wanted) and all(map(close, got, averaged)) else "is each scaled by the strength"
             )
-            raise Wrong(f"steered must add each residual times {strength:g} to its skip; got other values: {hint}.")
-
-
-def close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
+            raise Mistake(f"steered must add each residual times {strength:g} to its skip; got other values: {hint}.")
 
 
 def check_acts(answer: ModuleType) -> None:
@@ -65,7 +63,7 @@ def check_acts(answer: ModuleType) -> None:
         wanted = [step for step in range(steps) if control.acts_at(step, steps)]
         got = [step for step in range(steps) if answer.acts_at(step, steps, start, end)]
         if got != wanted:
-            raise Wrong(
+            raise Mistake(
                 f"of {steps} steps {wanted} act between {start:g} and {end:g}; got {got}. Step i covers the share from "
                 "i / steps to (i + 1) / steps, and all of it must lie inside."
             )
@@ -84,12 +82,12 @@ def check_f1(answer: ModuleType) -> None:
         for i in range(len(images)):
             got = float(answer.f1(seen[i], exact[i, 0] >= 0.5))
             if abs(got - float(wanted[i])) > 1e-3:
-                raise Wrong(
+                raise Mistake(
                     f"F1 against {name} edges must be {float(wanted[i]):.3f}; got {got:.3f}. A pixel counts as met "
                     "within one pixel, diagonals included, and each map is counted on its own."
                 )
     if float(answer.f1(torch.zeros(8, 8, dtype=torch.bool), torch.eye(8, dtype=torch.bool))) != 0:
-        raise Wrong("F1 of an empty map must be 0; it is a share of nothing.")
+        raise Mistake("F1 of an empty map must be 0; it is a share of nothing.")
 
 
 CHECKS = [

@@ -7,14 +7,14 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
 from pellucid.models import attention
 from pellucid.pipeline.tracker import Tracker
 
 EVENTS = (("make", 5), ("make", 7), ("drop", 5), ("make", 4), ("drop", 7), ("make", 3), ("drop", 3), ("drop", 4))
 
 
-class Tied(nn.Module):
+class TiedLayers(nn.Module):
     """Two layers that share a weight, as embeddings and output of a language model do; a half-precision part."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Tied(nn.Module):
 
 
 def check_weights(answer: ModuleType) -> None:
-    network = Tied()
+    network = TiedLayers()
     wanted = (64 + 8 + 8) * 4 + (32 + 4) * 2
     got = answer.weight_bytes(network)
     if got != wanted:
@@ -37,7 +37,7 @@ def check_weights(answer: ModuleType) -> None:
             64 + 8 + 8 + 36: "these are numbers, and not bytes",
         }
         hint = slips.get(got, "numbers × bytes of each parameter's own dtype")
-        raise Wrong(f"weight_bytes must be {wanted}; got {got}: {hint}.")
+        raise Mistake(f"weight_bytes must be {wanted}; got {got}: {hint}.")
 
 
 def check_attention(answer: ModuleType) -> None:
@@ -58,7 +58,7 @@ def check_attention(answer: ModuleType) -> None:
                 length * length * size: "every image and every head has a map of its own",
             }
             hint = slips.get(got, "batch × heads × length² × bytes, length = (side / 8)²")
-            raise Wrong(
+            raise Mistake(
                 f"a map at {side} pixels, batch {batch}, {heads} heads must have {wanted} bytes; got {got}: {hint}."
             )
 
@@ -73,11 +73,11 @@ def check_peak(answer: ModuleType) -> None:
             10 + 7: "that is the largest tensor, not the fullest moment",
             10: "that is the end of the run: by then all have died",
         }
-        raise Wrong(
+        raise Mistake(
             f"the peak must be {wanted}; got {got}: {slips.get(got, 'follow the sum, and keep its largest value')}."
         )
     if answer.peak((), 3) != 3:
-        raise Wrong("without any event the peak must be the weights, 3; something else came.")
+        raise Mistake("without any event the peak must be the weights, 3; something else came.")
 
 
 def check_saving(answer: ModuleType) -> None:
@@ -93,9 +93,11 @@ def check_saving(answer: ModuleType) -> None:
             "lean attention": "a stage that does not own the peak may shrink as it likes",
             "offload": "stages come one after the other: it is the largest that counts, not their sum",
         }.get(got, "apply each saving, then take the largest stage")
-        raise Wrong(f"of {', '.join(savings)} slicing is best, with a peak of 70; got {got!r}: {hint}.")
+        raise Mistake(f"of {', '.join(savings)} slicing is best, with a peak of 70; got {got!r}: {hint}.")
     if answer.best_saving(stages, {"slicing": {"decode": 50}, "both": {"decode": 58, "denoise": 57}}) != "both":
-        raise Wrong("when slicing takes decode to 50, denoise owns the peak with 60: what lowers both to 58 is better.")
+        raise Mistake(
+            "when slicing takes decode to 50, denoise owns the peak with 60: what lowers both to 58 is better."
+        )
 
 
 def check_kernels(answer: ModuleType) -> None:
@@ -108,11 +110,11 @@ def check_kernels(answer: ModuleType) -> None:
         with torch.no_grad(), attention.backend(kernel), tracker:
             nn.functional.scaled_dot_product_attention(q, q, q)
         made[kernel] = tracker.peak.total
-    told = answer.attention_bytes(side, 1, heads, 4)
-    if not made["flash"] < told <= made["math"]:
-        raise Wrong(
+    claimed = answer.attention_bytes(side, 1, heads, 4)
+    if not made["flash"] < claimed <= made["math"]:
+        raise Mistake(
             f"a fused kernel held {made['flash']} bytes and the plain one {made['math']}, of which a map must explain "
-            f"most; attention_bytes says {told}."
+            f"most; attention_bytes says {claimed}."
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.core import oracle
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
 from pellucid.labs.checks.tensors import tensor
 
 CLOSE = 1e-6
@@ -39,7 +39,7 @@ def check_guided(answer: ModuleType) -> None:
             hint = "the difference is added to uncond, not to cond: scale 1 must give cond"
         elif same(got, evens(uncond, cond, scale)):
             hint = "the halves are stacked, not interleaved: chunk(2), not [::2]"
-        raise Wrong(f"guidance of scale {scale:g} must be right to {CLOSE:g}; got something else; {hint}.")
+        raise Mistake(f"guidance of scale {scale:g} must be right to {CLOSE:g}; got something else; {hint}.")
 
 
 def evens(uncond: Tensor, cond: Tensor, scale: float) -> Tensor:
@@ -62,7 +62,7 @@ def check_clean(answer: ModuleType) -> None:
             hint = "this is what you get when v is taken for eps; for v it is alpha·x − sigma·v"
         elif same(got, alpha * x + sigma * v):
             hint = "check the sign: v = alpha·eps − sigma·x0"
-        raise Wrong(f"x0 must come back to {CLOSE:g} at σ {sigma:.3f}; got something else; {hint}.")
+        raise Mistake(f"x0 must come back to {CLOSE:g} at σ {sigma:.3f}; got something else; {hint}.")
 
 
 def check_mixed(answer: ModuleType) -> None:
@@ -72,9 +72,11 @@ def check_mixed(answer: ModuleType) -> None:
         wanted = torch.stack([weight * before[name] for name, weight in parts.items()]).sum(0)
         got = tensor(answer.mixed(parts, registers), wanted, "the sum")
         if any(not torch.equal(registers[name], before[name]) for name in registers):
-            raise Wrong("the registers must stay as they are; one was changed in place: make a new tensor.")
+            raise Mistake("the registers must stay as they are; one was changed in place: make a new tensor.")
         if not same(got, wanted):
-            raise Wrong(f"the sum of {parts} must be right to {CLOSE:g}; got something else; use only the names given.")
+            raise Mistake(
+                f"the sum of {parts} must be right to {CLOSE:g}; got something else; use only the names given."
+            )
 
 
 def check_loop(answer: ModuleType) -> None:
@@ -84,23 +86,23 @@ def check_loop(answer: ModuleType) -> None:
     for name in SAMPLERS:
         plan = pellucid.compile_plan(name, schedule="cosine", target="v", grid="trailing", steps=7)
         levels = {row.time: row.level for row in plan.rows}
-        told: list[float] = []
+        times: list[float] = []
 
         def network(
-            x: Tensor, time: float, levels: dict[float, pellucid.Level] = levels, told: list[float] = told
+            x: Tensor, time: float, levels: dict[float, pellucid.Level] = levels, times: list[float] = times
         ) -> Tensor:
             level = levels.get(float(time))
             if level is None:
-                raise Wrong(f"the network must be told row.time, one of {sorted(levels)[-2:]}…; got {time!r}.")
-            told.append(float(time))
+                raise Mistake(f"the network must be called at row.time, one of {sorted(levels)[-2:]}…; got {time!r}.")
+            times.append(float(time))
             return (level.alpha * x - tensor_of(density(x, level, time))) / level.sigma
 
         wanted = pellucid.run(plan, density, x * plan.initial_scale, dtype=torch.float64)
         for attempt in ("a first", "a second"):
-            told.clear()
+            times.clear()
             got = tensor(answer.loop(x * plan.initial_scale, plan.rows, network), wanted, "x at the end")
-            if len(told) != plan.nfe:
-                raise Wrong(f"{name} must call the network {plan.nfe} times, once a row; got {len(told)} calls.")
+            if len(times) != plan.nfe:
+                raise Mistake(f"{name} must call the network {plan.nfe} times, once per row; got {len(times)} calls.")
             far = float((got - wanted).abs().max())
             if not math.isfinite(far) or far > CLOSE * 100:
                 hint = "p0 is this call's x0, p1 the one before: put the newest first"
@@ -108,7 +110,7 @@ def check_loop(answer: ModuleType) -> None:
                     hint = "the first run was right: the history of a run must be empty at its start"
                 elif name == "ddim":
                     hint = "ddim needs no history: call, take x0, sum"
-                raise Wrong(f"{attempt} run of {name} must be ours to {CLOSE * 100:g}; off by {far:.3g}; {hint}.")
+                raise Mistake(f"{attempt} run of {name} must be ours to {CLOSE * 100:g}; off by {far:.3g}; {hint}.")
 
 
 def tensor_of(found: object) -> Tensor:

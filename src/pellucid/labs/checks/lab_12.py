@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -13,7 +14,8 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.loop import run
 from pellucid.core.plan import REGISTERS, Plan
 from pellucid.core.schedule import Level
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import diagnosis
 
 STEPS = 6
 Row = dict[str, float]
@@ -36,7 +38,7 @@ def close(got: Row, wanted: Row) -> bool:
     return all(math.isclose(got.get(k, 0.0), wanted.get(k, 0.0), rel_tol=1e-6, abs_tol=1e-9) for k in {*got, *wanted})
 
 
-def told(row: Row) -> str:
+def text(row: Row) -> str:
     return "{" + ", ".join(f"{name}: {weight:.4f}" for name, weight in sorted(row.items())) + "}"
 
 
@@ -56,10 +58,8 @@ def check_ddim(answer: ModuleType) -> None:
             "Euler's row, which is for alpha = 1": euler(here, after),
             "x0 added in full: x holds alpha times x0 already": {"x": after[1] / here[1], "p0": after[0]},
         }
-        hint = next(
-            (f"this is {slip}" for slip, row in slips.items() if close(got, row)), "where does x0 + noise land?"
-        )
-        raise Wrong(f"row {i} of DDIM must be {told(wanted)}; got {told(got)}: {hint}.")
+        hint = diagnosis(slips, partial(close, got), "where does x0 + noise land?")
+        raise Mistake(f"row {i} of DDIM must be {text(wanted)}; got {text(got)}: {hint}.")
 
 
 def euler(here: tuple[float, float], after: tuple[float, float]) -> Row:
@@ -85,8 +85,8 @@ def check_dpmpp(answer: ModuleType) -> None:
                 "p1": 2 * full,
             },
         }
-        hint = next((f"this is {slip}" for slip, row in slips.items() if close(got, row)), "D goes in the place of p0")
-        raise Wrong(f"row {i} of DPM++ 2M must be {told(rows[i])}; got {told(got)}: {hint}.")
+        hint = diagnosis(slips, partial(close, got), "D goes in the place of p0")
+        raise Mistake(f"row {i} of DPM++ 2M must be {text(rows[i])}; got {text(got)}: {hint}.")
 
 
 def check_ancestral(answer: ModuleType) -> None:
@@ -98,8 +98,8 @@ def check_ancestral(answer: ModuleType) -> None:
         if close(got, wanted):
             continue
         noise = math.hypot(got.get("x", 0.0) * sigma, got.get("z", 0.0))
-        raise Wrong(
-            f"row {i} of Euler a must be {told(wanted)}; got {told(got)}. Its noise comes to {noise:.4f} and the "
+        raise Mistake(
+            f"row {i} of Euler a must be {text(wanted)}; got {text(got)}. Its noise comes to {noise:.4f} and the "
             f"next level is {after:.4f}: Euler goes down to sigma_down, and only then is noise added."
         )
 
@@ -117,10 +117,10 @@ def check_run(answer: ModuleType) -> None:
         kept = start.clone()
         got, wanted = answer.run(rows_of(plan), levels_of(plan), start, denoise), run(plan, mixture, start)
         if not torch.equal(start, kept):
-            raise Wrong("run changed the tensor that it was given; make a new x in each row.")
+            raise Mistake("run changed the tensor that it was given; make a new x in each row.")
         apart = float((got - wanted).abs().max())
         if not apart < 1e-9:
-            raise Wrong(
+            raise Mistake(
                 f"{sampler} must end where the engine ends, to 1e-9; got {apart:.2g} apart. Is p1 the prediction of "
                 "the call before, and is p0 asked for at the level of its own row?"
             )

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from pellucid.core import schedule as schedules
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
+from pellucid.labs.checks.tensors import close, diagnosis
 from pellucid.train.objective import Objective, Weighting
 
 TIMES = (20.0, 300.0, 700.0, 980.0)
 SHAPE = (4, 2, 3, 5)  # B, C, H, W: no two alike, so that a wrong axis shows
-
-
-def close(a: object, b: Tensor) -> bool:
-    return isinstance(a, Tensor) and a.shape == b.shape and torch.allclose(a.double(), b.double(), atol=1e-5)
 
 
 def check_question(answer: ModuleType) -> None:
@@ -30,7 +28,7 @@ def check_question(answer: ModuleType) -> None:
     wanted = objective.pose(x0, noise, torch.tensor([objective.row(time) for time in TIMES], dtype=torch.float64).T)
     x, target = answer.question(x0, noise, alpha, sigma)
     if not close(x, wanted.x):
-        raise Wrong(
+        raise Mistake(
             "the network must be shown alpha·x0 + sigma·noise, each image at its own level; got something else. "
             "A level (B,) multiplies (B, C, H, W) as (B, 1, 1, 1)."
         )
@@ -41,10 +39,8 @@ def check_question(answer: ModuleType) -> None:
             "x0": x0,
             "the flow's noise − x0": noise - x0,
         }
-        hint = next(
-            (f"this is {slip}" for slip, value in slips.items() if close(target, value)), "v = alpha·eps − sigma·x0"
-        )
-        raise Wrong(f"the right answer of a network that predicts v is another: {hint}.")
+        hint = diagnosis(slips, partial(close, target), "v = alpha·eps − sigma·x0")
+        raise Mistake(f"the right answer of a network that predicts v is another: {hint}.")
 
 
 def check_weight(answer: ModuleType) -> None:
@@ -64,10 +60,8 @@ def check_weight(answer: ModuleType) -> None:
                 "sigma in the place of sigma²: the error is squared": min(snr, gamma) * level.sigma,
                 "a division by sigma²: it is the other way round": min(snr, gamma) / level.sigma**2,
             }
-            hint = next(
-                (slip for slip, value in slips.items() if math.isclose(got, value, rel_tol=1e-6)), "something else"
-            )
-            raise Wrong(
+            hint = diagnosis(slips, partial(math.isclose, got, rel_tol=1e-6), "something else", "{}")
+            raise Mistake(
                 f"at λ = {level.lam:.2f}, gamma {gamma:g} the weight must be {wanted:.5g}; got {got:.5g}: {hint}."
             )
 
@@ -79,7 +73,7 @@ def check_share(answer: ModuleType) -> None:
         wanted = sum(lam < -2 for lam in lams) / 1000
         shares[name] = answer.share_below(lams, -2.0)
         if not math.isclose(shares[name], wanted, abs_tol=1e-9):
-            raise Wrong(
+            raise Mistake(
                 f"of the times of {name} {wanted:.3f} are below λ = −2; got {shares[name]:.3f}. A share, not a count."
             )
 
@@ -97,12 +91,12 @@ def check_gradient(answer: ModuleType) -> None:
         if close(got, wanted):
             continue
         if close(got, torch.stack(parts).sum(0)):
-            raise Wrong(
+            raise Mistake(
                 f"of {len(counts)} ranks got the sum of the gradients: the loss is a mean, so they are averaged."
             )
         if close(got, torch.stack(parts).mean(0)):
-            raise Wrong(f"ranks with {counts} images do not count alike: got the plain mean of their gradients.")
-        raise Wrong(f"ranks with {counts} images must give the gradient of all {sum(counts)}; got another one.")
+            raise Mistake(f"ranks with {counts} images do not count alike: got the plain mean of their gradients.")
+        raise Mistake(f"ranks with {counts} images must give the gradient of all {sum(counts)}; got another one.")
 
 
 CHECKS = [

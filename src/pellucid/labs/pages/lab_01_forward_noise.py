@@ -132,9 +132,9 @@ for name in ("scaled_linear", "cosine"):
     assert ((white - black) / noise_of_mean > 10) == (name == "scaled_linear")
 
 # %%
-# **Any schedule will do for a trained network.** The network is told a time, and knows only what that time meant in
-# training. Here its input is noised with the right schedule, and with another one at the same told time. It predicts v,
-# so :math:`\hat x_0 = \alpha x - \sigma v` with the levels it was trained on.
+# **Any schedule will do for a trained network.** The network gets a time, and knows only what that time meant in
+# training. Here its input is noised with the right schedule, and with others at the same time. It predicts v, so
+# :math:`\hat x_0 = \alpha x - \sigma v` with the levels it was trained on.
 from pellucid.models.vae import to_diffusion
 from pellucid.pipeline.encoders.text import encode_prompts
 
@@ -149,11 +149,11 @@ noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(4))
 # %%
 # The error of :math:`\hat x_0`, for latents (N, 4, 16, 16) whose spread is about 1.
 def error_of_x0(schedule, time):
-    told, level = cosine.level(time), schedule.level(time)
+    trained, level = cosine.level(time), schedule.level(time)
     x = noised(clean, noise, level)
     with torch.no_grad():
         v = parts.network(x, torch.full((len(x),), float(time)), context)
-    return float((told.alpha * x - told.sigma * v - clean).square().mean().sqrt())
+    return float((trained.alpha * x - trained.sigma * v - clean).square().mean().sqrt())
 
 
 errors = {}
@@ -167,11 +167,11 @@ assert min(errors["scaled_linear"], errors["linear"]) > 1.3 * errors["cosine"]
 # Say it in an interview
 # ----------------------
 # "The forward process has no parameters. Its state is x, with the shape of the data, (B, 3, 128, 128) for pixels or
-# (B, 4, 16, 16) for our latents, and a level a batch item. Because Gaussians add up, x at any time is one line,
+# (B, 4, 16, 16) for our latents, and one level per batch item. Because Gaussians add up, x at any time is one line,
 # sqrt(ᾱ)·x0 + sqrt(1−ᾱ)·eps, so training draws a random time for each image and never walks. I compare schedules over
 # log-SNR and not over t: they differ in how many times they spend at which SNR, and in the SNR that is left at the
 # end. That last number is a tradeoff: above zero it leaks the brightness, at zero eps cannot be the target any more,
-# because there x says nothing of x0. A schedule belongs to its network: told the same time under another schedule, the
+# because there x says nothing of x0. A schedule belongs to its network: at the same time under another schedule, the
 # error of x0 grows, as the last block printed."
 #
 # Your turn

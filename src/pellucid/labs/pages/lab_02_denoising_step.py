@@ -45,11 +45,11 @@ print(f"{made.plan.nfe} rows, {len(steps)} steps seen, x is {tuple(steps[0].x.sh
 # %%
 # The row of the plan
 # -------------------
-# A plan is the sampler as a table; a row is one step. It says at which level the network is called, which time it is
-# told, and the weights of the next x over what is at hand: ``x`` itself and ``p0``, the prediction as :math:`\hat x_0`.
+# A plan is the sampler as a table; a row is one step. It has the level at which the network is called, the time that is
+# passed to it, and the weights with which ``x`` and ``p0``, the prediction as :math:`\hat x_0`, make the next x.
 middle = steps[len(steps) // 2]
 row, level, after = middle.row, middle.row.level, middle.next_levels[0]
-print(f"told time {row.time:g}: alpha {level.alpha:.6f}, sigma {level.sigma:.6f}")
+print(f"time {row.time:g}: alpha {level.alpha:.6f}, sigma {level.sigma:.6f}")
 print(f"next level:     alpha {after.alpha:.6f}, sigma {after.sigma:.6f}")
 weights = {REGISTERS[register]: weight for register, weight in row.x}
 print("x_next =", " + ".join(f"{weight:.6f}·{name}" for name, weight in weights.items()))
@@ -151,12 +151,12 @@ print(f"x keeps {weights['x']:.0%} of itself in the middle step")
 wanted = scenes.parse(prompt)
 
 
-def run(update, told=lambda index, seen: seen.row.time):
-    """All steps with another update or another told time; the image (H, W, 3), and whether it is as prompted."""
+def run(update, time_of=lambda index, seen: seen.row.time):
+    """All steps with another update or other times; the image (H, W, 3), and whether it is as prompted."""
     x = steps[0].x
     with torch.no_grad():
         for index, seen in enumerate(steps):
-            out = parts.network(x, torch.tensor([told(index, seen)]), context)
+            out = parts.network(x, torch.tensor([time_of(index, seen)]), context)
             x = update(x, out, seen.row.level, seen.next_levels[0])
     image = show(x)
     return image, scenes.grade(image.permute(2, 0, 1) * 2 - 1, wanted)[0].right
@@ -167,8 +167,8 @@ def taken_for_eps(x, out, here, there):
 
 
 # %%
-# **The number of the step told as the time.** The network was trained on times from 0 to 999 and looks there for how
-# much noise to expect. Told 0, 1, 2, … it expects almost none from the start, and the object never appears.
+# **The number of the step passed as the time.** The network was trained on times from 0 to 999, and they tell it how
+# much noise to expect. At 0, 1, 2, … it expects almost none from the start, and the object never appears.
 #
 # **One step is enough.** :math:`\hat x_0` is a prediction of the image, so why not take the first one and stop?
 # Because the first x is noise: the prediction there is the mean over all images of the prompt, and a mean of stars

@@ -51,7 +51,7 @@ for name in ("ddim", "dpmpp_2m", "euler"):
     scheduler = pellucid.Scheduler(name, **trained)
     scheduler.set_timesteps(5)
     times = " ".join(f"{time:.0f}" for time in scheduler.timesteps)
-    print(f"{name:9s} told times {times}; first noise times {scheduler.init_noise_sigma:.4g}")
+    print(f"{name:9s} times {times}; first noise × {scheduler.init_noise_sigma:.4g}")
 print("sigmas   ", " ".join(f"{sigma:.4g}" for sigma in scheduler.sigmas))
 
 # %%
@@ -132,9 +132,9 @@ axis.set_xlabel("λ of the call: noise ← → image")
 # --------------
 # - The scheduler holds no weights. Its state is the place in the grid and, for multistep samplers, earlier predictions.
 # - x has the shape (B, 4, 16, 16) before and after every call. ``scale_model_input`` and ``step`` are weighted sums.
-# - ``timesteps`` are what the network is *told*; ``sigmas`` are where x *is*. They must say the same level, and only
-#   the schedule knows how.
-# - DPM++ and DDIM cost the same here: one call a step. What differs is how far a step of this size can be trusted.
+# - ``timesteps`` are what the network *gets*; ``sigmas`` are where x *is*. They must mean the same level, and only the
+#   schedule converts one into the other.
+# - DPM++ and DDIM cost the same here: one call per step. What differs is how far a step of this size can be trusted.
 level = parts.schedule.level(500.0)
 print(f"t 500 is α {level.alpha:.3f}, σ {level.sigma:.3f} under cosine; the network knows no other meaning of 500")
 
@@ -149,7 +149,7 @@ wrong = {
     "schedule linear": {**trained, "schedule": "linear"},
 }
 runs = {"as it was trained": latents["dpmpp_2m"]}
-runs |= {name: sampled(pellucid.Scheduler("dpmpp_2m", **told), steps) for name, told in wrong.items()}
+runs |= {name: sampled(pellucid.Scheduler("dpmpp_2m", **facts), steps) for name, facts in wrong.items()}
 images = {name: decoded(found) for name, found in runs.items()}
 counts = {name: right(found) for name, found in images.items()}
 for name, count in counts.items():
@@ -170,7 +170,7 @@ for column, (name, found) in zip(axes.T, images.items(), strict=True):
 # %%
 # **It looks right, so the schedule must be right.** This network forgives the wrong schedule: a reader of the image
 # may find nothing. The numbers do. Against many steps with the right one, the wrong one is further away than the few
-# steps explain: x is not where the told time says.
+# steps explain: x is not at the level that its time stands for.
 many = sampled(pellucid.Scheduler("dpmpp_2m", **trained), few(30, 16))
 far = {name: float((runs[name] - many).square().mean().sqrt()) for name in ("as it was trained", "schedule linear")}
 for name, distance in far.items():
@@ -178,8 +178,8 @@ for name, distance in far.items():
 assert far["schedule linear"] > 1.15 * far["as it was trained"]
 
 # %%
-# **The step's number told as its time.** ``timesteps[i]`` is not ``i``. A loop that tells the network 0, 1, 2, … asks
-# for almost clean images throughout. A scheduler that is handed a time it did not plan for refuses.
+# **The step's number passed as its time.** ``timesteps[i]`` is not ``i``. A loop that passes 0, 1, 2, … asks the
+# network about almost clean images throughout. A scheduler refuses a time that is not in its plan.
 scheduler = pellucid.Scheduler("dpmpp_2m", **trained)
 scheduler.set_timesteps(steps)
 try:

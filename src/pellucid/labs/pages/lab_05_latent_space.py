@@ -204,9 +204,11 @@ assert forgotten < 25
 
 # %%
 # On the way in it is worse to see: at a level of the schedule, noise of the right size on latents that are 5.5 times
-# too large is hardly any noise. The signal-to-noise ratio that the network is told is wrong by the square.
+# too large is hardly any noise. The signal-to-noise ratio that the time stands for is wrong by the square.
 level = parts.schedule.level(700.0)
-print(f"told SNR {(level.alpha / level.sigma) ** 2:.3f}; real {(level.alpha * raw.std() / level.sigma) ** 2:.3f}")
+print(
+    f"SNR of the time {(level.alpha / level.sigma) ** 2:.3f}; real {(level.alpha * raw.std() / level.sigma) ** 2:.3f}"
+)
 assert (raw.std() / scaled.std()) ** 2 > 20
 
 # %%

@@ -2,7 +2,7 @@ r"""
 Lab 07: Conditioning in UNet and DiT
 ====================================
 
-**Question.** The denoiser is told the time and a text. Where do they enter a UNet, where a DiT, what does the network
+**Question.** The denoiser gets the time and a text. Where do they enter a UNet, where a DiT, what does the network
 read of them, and what does a token cost?
 
 **Handbook.** :doc:`/handbook/backbone`
@@ -49,10 +49,10 @@ sides = Counter(16 >> halvings for _, _, halvings in blocks)
 print(f"{len(timed)} residual blocks take the time; {len(blocks)} blocks attend to the text, by side: {dict(sides)}")
 
 # %%
-# The time, as the network is told it
-# -----------------------------------
-# A number from 0 to 999 becomes waves of many frequencies, and two layers make a vector of it. Neighbouring times get
-# similar vectors, distant ones do not: the network can interpolate, and is told times that it never saw.
+# The time, as the network gets it
+# --------------------------------
+# A number from 0 to 999 becomes waves of many frequencies, and two layers turn them into a vector. Neighbouring times
+# get similar vectors, distant ones do not: the network can interpolate, so it can be called at times it never saw.
 times = torch.arange(0.0, 1000.0, 10.0)
 with torch.no_grad():
     waves = network.sinusoid(times, network.config.block_out_channels[0])
@@ -60,14 +60,14 @@ with torch.no_grad():
 alike = F.cosine_similarity(vectors[:, None], vectors[None], dim=-1)
 figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
 axes[0].imshow(waves.T, aspect="auto", extent=(0, 1000, waves.shape[1], 0), cmap="gray")
-axes[0].set(xlabel="time", ylabel="channel", title=f"waves, {waves.shape[1]} a time")
+axes[0].set(xlabel="time", ylabel="channel", title=f"{waves.shape[1]} waves per time")
 drawn = axes[1].imshow(alike, extent=(0, 1000, 1000, 0))
 axes[1].set(xlabel="time", ylabel="time", title="cosine of what the blocks get")
 figure.colorbar(drawn)
 
 # %%
-# Does it need to be told? A true image with noise of known size goes in, with a told time that is right or not. The
-# error of :math:`\hat x_0` is smallest at, or next to, the true one: the network uses it.
+# Does it need the time? A true image with noise of known size goes in, with the right time or a wrong one. The error of
+# :math:`\hat x_0` is smallest at the true time, or next to it: the network uses the time.
 batch = scenes.sample(torch.arange(4), seed=3)
 with torch.no_grad():
     z = parts.vae.encode(scenes.render(batch, 128)).mean
@@ -75,26 +75,26 @@ with torch.no_grad():
 noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(0))
 
 # %%
-# Several told times, two true ones.
-told = torch.linspace(50, 950, few(10, 4))
+# Several times passed to the network, two true ones.
+passed = torch.linspace(50, 950, few(10, 4))
 errors = {}
 for true in (350.0, 650.0):
     level = parts.schedule.level(true)
     x = level.alpha * z + level.sigma * noise
     with torch.no_grad():
-        v = [network(x, t.expand(len(x)), texts) for t in told]
+        v = [network(x, t.expand(len(x)), texts) for t in passed]
     errors[true] = [float((level.alpha * x - level.sigma * out - z).pow(2).mean().sqrt()) for out in v]
-    best = float(told[int(np.argmin(errors[true]))])
-    print(f"true time {true:g}: least error where {best:g} is told")
-    assert abs(best - true) <= float(told[1] - told[0])
+    best = float(passed[int(np.argmin(errors[true]))])
+    print(f"true time {true:g}: least error at {best:g}")
+    assert abs(best - true) <= float(passed[1] - passed[0])
 
 # %%
 # The curves of both levels.
 figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
 for true, values in errors.items():
-    (line,) = axis.plot(told, values, marker="o", label=f"x is at time {true:g}")
+    (line,) = axis.plot(passed, values, marker="o", label=f"x is at time {true:g}")
     axis.axvline(true, color=line.get_color(), linestyle=":")
-axis.set(xlabel="time that the network is told", ylabel="rms error of x0", title="The told time matters")
+axis.set(xlabel="time passed to the network", ylabel="rms error of x0", title="The time matters")
 axis.legend()
 
 # %%
@@ -189,7 +189,7 @@ print(f"open gates change the tokens by {moved:.2f}, closed ones by {kept:g}")
 assert torch.equal(closed, tokens)
 
 # %%
-# PixArt is a DiT that is told a text: the same cross-attention as in the UNet, between the two modulated parts. Its
+# PixArt is a DiT that also reads a text: the same cross-attention as in the UNet, between the two modulated parts. Its
 # time makes one modulation for all blocks (adaLN-single); that saves parameters.
 pixart = PixArt(PixArtConfig(**shape, out_channels=4, cross_attention_dim=128, caption_channels=128)).eval()
 with torch.no_grad():

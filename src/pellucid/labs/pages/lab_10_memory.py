@@ -47,7 +47,7 @@ for name, network in networks_by_name(pipe.components).items():
 # have a shape and no data, and counts what lives, operation by operation. The measurement counts the same in a real
 # run.
 
-steps = few(2, 1)  # a second step needs no more than the first but for its history
+steps = few(2, 1)  # a second step needs no more than the first, except for its history
 request = request_for(pipe, steps=steps)
 forecast = predict(pipe, request)
 took = measure(pipe, request)

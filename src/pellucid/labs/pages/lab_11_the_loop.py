@@ -54,7 +54,7 @@ noise = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(11))
 for index in (0, 1, steps // 2, steps - 1):
     row = plan.rows[index]
     weights = ", ".join(f"{REGISTERS[register]} {weight:+.3f}" for register, weight in row.x)
-    print(f"row {index:2d}: told {row.time:5.1f}, α {row.level.alpha:.3f}, σ {row.level.sigma:.3f}; next x = {weights}")
+    print(f"row {index:2d}: time {row.time:5.1f}, α {row.level.alpha:.3f}, σ {row.level.sigma:.3f}; next x = {weights}")
 
 
 # %%
@@ -131,7 +131,7 @@ with tempfile.TemporaryDirectory() as folder:
     with trace.Recorder(path) as recorder:
         pipe(prompt, plan=plan, guidance=4.0, latents=noise, observers=[recorder])
     found = trace.read(path)
-print("step  told     σ    rms x  rms x0  guidance changed")
+print("step  time     σ    rms x  rms x0  guidance changed")
 size = latents.numel() ** 0.5
 for step in found.steps[:: max(1, steps // 5)]:
     x, x0, delta = (float(step.norms[name][0]) / size for name in ("x", "x0", "delta"))

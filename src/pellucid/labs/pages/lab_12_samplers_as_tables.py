@@ -29,11 +29,11 @@ from pellucid.labs import few
 
 
 def show(plan):
-    """A plan, a line a row."""
+    """A plan, one line per row."""
     print(f"{plan.name}: {plan.nfe} calls, in the frame {plan.frame}, starts at noise × {plan.initial_scale:.4g}")
     for row in plan.rows:
         update = "  ".join(f"{weight:+9.4f}·{REGISTERS[register]}" for register, weight in row.x)
-        print(f"  told {row.time:5.0f}  alpha {row.level.alpha:.4f}  sigma {row.level.sigma:8.4f}   x ← {update}")
+        print(f"  time {row.time:5.0f}  alpha {row.level.alpha:.4f}  sigma {row.level.sigma:8.4f}   x ← {update}")
 
 
 # %%
@@ -91,8 +91,8 @@ assert torch.allclose(*ends, atol=1e-9)
 # The order, measured
 # -------------------
 # An order is a slope: how fast the error falls when there are more calls. The truth is the same noise, taken to its end
-# by a thousand steps. DPM++ 2M differs from DDIM by one number a row, the weight of the *last* prediction, and gains an
-# order.
+# by a thousand steps. DPM++ 2M differs from DDIM by one number per row, the weight of the *last* prediction, and gains
+# an order.
 
 truth_plan = pellucid.compile_plan("dpmpp_3m", schedule="linear", grid="exponential", steps=few(1000, 400))
 truth = pellucid.run(truth_plan, density, noise * truth_plan.initial_scale)
@@ -169,21 +169,21 @@ for axis, name in zip(axes, ("euler", "euler_a"), strict=True):
 # --------------
 # - A plan is finished before the run begins. While it runs nobody asks which sampler it is: there is one loop.
 # - `plan.nfe` is the number of rows, and rows are what you pay for.
-# - What a sampler *is* are the weights; what a schedule is are the levels and the told times; the grid chooses some of
+# - What a sampler *is* are the weights; what a schedule is are the levels and their times; the grid chooses some of
 #   them.
 # - The last row of DDIM, Euler and DPM++ 2M is the same: x ← p0, the last prediction.
 #
 # What goes wrong
 # ---------------
 # **"A sampler owns the schedule."** It owns neither levels nor times. Put Euler on the same levels under two schedules:
-# the weights are the same numbers. Only what the network is *told* differs, and that belongs to the model.
+# the weights are the same numbers. Only the *times* that the network gets differ, and they belong to the model.
 
 sigmas = (80.0, 10.0, 2.0, 0.5)
 times = {name: tuple(pellucid.schedules.make(name).time_at(s) for s in sigmas) for name in ("linear", "cosine")}
 plans = [pellucid.compile_plan("euler", schedule=n, grid=pellucid.Grid(timesteps=t)) for n, t in times.items()]
 for one, other in zip(*(plan.rows for plan in plans), strict=True):
     weights = ", ".join(f"{weight:.4f}" for _, weight in one.x)
-    print(f"  sigma {one.level.sigma:6.3f}: weights {weights}; told {one.time:.1f} or {other.time:.1f}")
+    print(f"  sigma {one.level.sigma:6.3f}: weights {weights}; times {one.time:.1f} or {other.time:.1f}")
     assert all(math.isclose(a, b, rel_tol=1e-6) for (_, a), (_, b) in zip(one.x, other.x, strict=True))
     assert abs(one.time - other.time) > 1
 
@@ -215,9 +215,8 @@ assert calls == 19
 # "A sampler is a linear multistep or Runge-Kutta method for the probability-flow ODE. Compiled, it is a table: one row
 # a model call with the level to call at, the time to tell, and weights over x, the predictions kept so far, and noise.
 # The state is the latent x (B, C, h, w) and a short history, one tensor for DPM++ 2M. DDIM is Euler in other units.
-# Second order costs one more tensor of memory for a multistep method, or one more call a step for Heun, so I compare at
-# equal NFE. Ancestral samplers add
-# noise each step and do not converge to the image of the ODE."
+# Second order costs one more tensor of memory for a multistep method, or one more call per step for Heun, so I compare
+# at equal NFE. Ancestral samplers add noise each step and do not converge to the image of the ODE."
 #
 # Your turn
 # ---------

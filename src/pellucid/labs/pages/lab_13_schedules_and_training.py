@@ -58,8 +58,8 @@ axis.legend()
 # %%
 # A tiny network, and data whose truth is known
 # ---------------------------------------------
-# Points of a ring of eight Gaussians; the network is told which of the eight, as a text-to-image model is told its
-# prompt. It predicts v. `Objective` is the trainer's own: times, noise, target and weight.
+# Points of a ring of eight Gaussians; the network gets the number of the Gaussian as its condition, as a text-to-image
+# model gets its prompt. It predicts v. `Objective` is the trainer's own: times, noise, target and weight.
 
 ring = pellucid.oracle.ring()
 
@@ -75,8 +75,8 @@ class Net(nn.Module):
 
     def forward(self, x, time, label):
         angle = time[:, None] / 1000 * math.pi * 2.0 ** torch.arange(-2, 6)  # (B, 8)
-        told = nn.functional.one_hot(label, 8).float()
-        return self.body(torch.cat([x, angle.sin(), angle.cos(), told], dim=1))
+        which = nn.functional.one_hot(label, 8).float()
+        return self.body(torch.cat([x, angle.sin(), angle.cos(), which], dim=1))
 
 
 # %%
@@ -221,8 +221,8 @@ assert said["fsdp"].sent_per_step > said["ddp"].sent_per_step
 # What goes wrong
 # ---------------
 # **"Schedules can be swapped when sampling."** The network knows each level under the time that it was trained with.
-# Told times of another schedule it is told the wrong noise. The engine refuses such a plan; a model whose *config* is
-# wrong it must believe.
+# With the times of another schedule it expects the wrong amount of noise. The engine refuses such a plan; a model whose
+# *config* is wrong it has to believe.
 
 prompts = scenes.prompts(few(3, 1), objects=1, seed=3)
 asked = {"prompt": [caption for caption, _ in prompts], "seed": list(range(len(prompts))), "guidance": 4.0}
@@ -260,7 +260,7 @@ print(f"linear in the place of cosine: {apart:.0%} of the latents' deviation")
 assert apart > 0.05
 
 # %%
-# **"The lower loss is the better schedule."** Take a *perfect* network. Told its label, it knows a Gaussian of spread
+# **"The lower loss is the better schedule."** Take a *perfect* network. Given the label, it knows a Gaussian of spread
 # s, and no network has a smaller squared error of v at a level than s² / (σ² + s²·α²). Its mean over uniform times
 # differs from schedule to schedule, although it cannot be improved under any: these are averages over other levels.
 
@@ -297,9 +297,9 @@ assert zero.level(999).alpha == 0
 # "Training draws a time for each image of a batch (B,), noises x0 to (alpha, sigma) and regresses a target: eps, v or
 # x0. The schedule is a density over log-SNR and the loss weight multiplies it, so I look at the loss by λ and not at
 # its mean. min-SNR trades low noise against high noise; at nearly pure noise it weighs almost nothing, and that is
-# where layout is decided. At sampling the network must be told its own times. Across ranks, data parallel replicates
-# weights, moments and means and all-reduces gradients once a step; FSDP shards all of them and pays with all-gathers of
-# weights in forward and backward."
+# where layout is decided. At sampling the network must get the times of its own schedule. Across ranks, data parallel
+# replicates weights, moments and means and all-reduces gradients once per step; FSDP shards all of them and pays with
+# all-gathers of weights in forward and backward."
 #
 # Your turn
 # ---------

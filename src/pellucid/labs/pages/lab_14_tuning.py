@@ -8,7 +8,7 @@ would one know?
 **Handbook.** :doc:`/handbook/scheduler_and_sampler`
 
 **Mechanism.** A *pair* is a seed (and a prompt). The teacher, a fine sampler of 100 or more calls, says where it ends.
-The *student* is a plan of a few calls whose levels, weights and told times are knobs :math:`\theta`. Its error on pair
+The *student* is a plan of a few calls whose levels, weights and times are parameters :math:`\theta`. Its error on pair
 :math:`i` is
 
 .. math:: e_i(\theta) = \operatorname{rms}\big( x_0^{\text{student}}(i;\, \theta) - x_0^{\text{teacher}}(i) \big)
@@ -36,8 +36,8 @@ from pellucid.labs import few
 # A network that is exact
 # -----------------------
 # Twelve narrow modes in eight dimensions, under the linear schedule. The network is the mixture's own at the time that
-# it is told, so that all error is the sampler's. A path must choose a mode, and a coarse step may choose another than
-# the exact one does.
+# is passed to it, so that all error is the sampler's. A path must choose a mode, and a coarse step may choose another
+# than the exact one does.
 
 subject = oracle_model("sharp", oracle.sharp(), schedules.make("linear"))
 calls, fine = 6, few(100, 40)
@@ -59,10 +59,9 @@ asked = TuningConfig(
 found = tune(subject, asked)
 print(found.evidence["says"])
 print("seeds:", found.evidence["seeds"], " kept:", found.evidence["kept"])
-for name, told in found.evidence["held_out"].items():
-    print(
-        f"  {name:<11} mean {told['mean']:.4f} ({told['low']:.4f} to {told['high']:.4f}), median {told['median']:.4f}"
-    )
+for name, error in found.evidence["held_out"].items():
+    interval = f"{error['low']:.4f} to {error['high']:.4f}"
+    print(f"  {name:<11} mean {error['mean']:.4f} ({interval}), median {error['median']:.4f}")
 assert found.evidence["held_out"]["tuned"]["mean"] < found.evidence["held_out"]["start"]["mean"]
 
 # %%
@@ -71,7 +70,7 @@ assert found.evidence["held_out"]["tuned"]["mean"] < found.evidence["held_out"][
 # It is a table like any other: it can be printed, saved as JSON, and is proven again when it is read.
 
 plain = start.plan(subject.schedule, subject.target, calls)
-print("        start: λ    told      tuned: λ    told  (its own λ's time)")
+print("        start: λ    time      tuned: λ    time  (its own λ's time)")
 for before, after in zip(plain.rows, found.plan.rows, strict=True):
     own = float(subject.schedule.time_at(after.level.ratio))
     print(f"  {before.level.lam:>14.2f} {before.time:>7.1f} {after.level.lam:>13.2f} {after.time:>7.1f}  ({own:.1f})")
@@ -136,8 +135,8 @@ if few(1, 0):  # left out of the smoke size: the teacher alone takes longer than
 # What to notice
 # --------------
 # - A tuned plan is for one model, one guidance and one number of calls. It is data: no code comes with it.
-# - Told times may differ from the levels' own (the last column): the network is asked about another level than the one
-#   that x is at.
+# - The times may differ from those of the levels (the last column): the network is asked about another level than the
+#   one that x is at.
 # - In our larger runs 8 tuned calls were better than the best untuned 10 under each of four schedules, and better than
 #   14 under two of them (:doc:`/results/tune_oracle`).
 #
@@ -176,7 +175,7 @@ fig, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
 axis.hist(means, bins=60, color="tab:orange")
 axis.axvline(float(values.mean()), color="black", label="mean of all")
 axis.axvline(float(values.median()), color="black", linestyle=":", label="median of all")
-axis.set(xlabel="mean error of 8 seeds", ylabel="samples", title="What eight seeds would have told you")
+axis.set(xlabel="mean error of 8 seeds", ylabel="samples", title="What eight seeds would have shown")
 axis.legend()
 
 # %%
@@ -196,9 +195,9 @@ assert ratios[1] > 2 * ratios[0]
 # %%
 # Say it in an interview
 # ----------------------
-# "With a sampler as a table of N rows, the levels (N,), the weights over x and the history, and the told times (N,) are
+# "With a sampler as a table of N rows, the levels (N,), the weights over x and the history, and the times (N,) are
 # parameters. I descend the distance of the student's x0 (B, C, h, w) from a converged teacher's, pair by pair, with the
-# marginal law built in, so that each row still lands on its level. Gradients cost about three forward passes a call.
+# marginal law built in, so that each row still lands on its level. Gradients cost about three forward passes per call.
 # The tradeoff: fewer calls for a plan that fits one model and one guidance. I judge on seeds that were neither tuned on
 # nor used for stopping, with an interval of the mean, since a few seeds that end in another mode carry most of the
 # error."

@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def trailing(num_train: int, steps: int) -> list[int]:
-    """The told times of a run, largest first: `steps` even strides back from the last time, `num_train` − 1."""
+    """The times of a run, largest first: `steps` even strides back from the last time, `num_train` − 1."""
     raise NotImplementedError
 
 
 def sigmas(alpha_bar: Tensor, times: Sequence[int]) -> list[float]:
-    """σ at each told time, and one more: the σ that the run ends at."""
+    """σ at each of these times, and one more: the σ that the run ends at."""
     raise NotImplementedError
 
 
