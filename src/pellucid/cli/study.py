@@ -18,7 +18,7 @@ from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
     from pellucid.evidence.study.interaction import Interaction, InteractionStudyConfig
-    from pellucid.evidence.study.oracle_results import OracleResults
+    from pellucid.evidence.study.oracle import OracleResults
     from pellucid.evidence.study.samplers_verdict import SamplerFigures
 
 Batch = Annotated[int | None, option("N", "Images at once; 16.", min=1)]

@@ -13,8 +13,18 @@ from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
 from pellucid.evidence.report.page import Code, Page, Table, Text
 from pellucid.evidence.statistics import Estimate
-from pellucid.evidence.study.oracle import MIXTURES, LawSlices, OracleStudy, OracleStudyConfig, same_levels
-from pellucid.evidence.study.oracle_results import OracleResults, OracleRun, agreement, changes, is_noisy
+from pellucid.evidence.study.oracle import (
+    MIXTURES,
+    LawSlices,
+    OracleResults,
+    OracleRun,
+    OracleStudy,
+    OracleStudyConfig,
+    agreement,
+    changes,
+    is_noisy,
+    same_levels,
+)
 from pellucid.interop.atomic_files import put
 
 # --- Tables ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import COLOURS, FAINT, INK, MARKS, PAPER, Drawing, Spot
 from pellucid.evidence.report.page import Code, Page, Table, Text
 from pellucid.evidence.statistics import in_words, spread
-from pellucid.evidence.study.schedules_results import ScheduleResults, TrainingPoint, images_at_points
+from pellucid.evidence.study.schedules import ScheduleResults, TrainingPoint, images_at_points
 from pellucid.interop.atomic_files import put
 from pellucid.train.config import to_plain
 
