@@ -20,8 +20,6 @@ from pellucid.cli import output
 from pellucid.cli.options import Model, Overwrite, flag, option
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.drawing import graph as drawing
-from pellucid.evidence.drawing import graph_tables as tables
-from pellucid.evidence.drawing.graph_tables import ROLE_COLOURS
 from pellucid.pipeline.request import read_size
 
 if TYPE_CHECKING:
@@ -131,19 +129,18 @@ def _component_dict(graph: Graph, node: Node) -> dict[str, Any]:
 def _show(graph: Graph, depth: int) -> None:
     """The rows of cards, then tables of the components, their blocks and the milliseconds."""
     screen = output.console()
-    screen.print(Text(tables.title(graph), style="bold"))
-    about = tables.subtitle(graph)
+    screen.print(Text(drawing.title(graph), style="bold"))
+    about = drawing.subtitle(graph)
     for part in (about[:-4], about[-4:]):  # what it is; what it is drawn for and what it weighs
         screen.print(Text(" · ".join(part), style="dim"))
     screen.print(rows_of_cards(graph), width=WIDTH)
-    screen.print(
-        output.table(*tables.component_columns(graph), right=tables.NUMBERS, rows=tables.components(graph), sums=True)
-    )
+    columns, right = drawing.component_columns(graph), drawing.NUMBERS
+    screen.print(output.table(*columns, right=right, rows=drawing.components(graph), sums=True))
     if depth:
         for node in graph.components():
             screen.print(_blocks_table(node))
     if graph.times is not None:
-        screen.print(output.table(*tables.CLOCK, right=tables.NUMBERS, rows=tables.clock(graph), sums=True))
+        screen.print(output.table(*drawing.CLOCK, right=right, rows=drawing.clock(graph), sums=True))
     for note in graph.notes:
         screen.print(Text(f"! {note}", style="yellow"))
 
@@ -154,7 +151,7 @@ def _show_component(graph: Graph, node: Node) -> None:
     screen.print(_card(node, [line for line in drawing.card_lines(graph, node) if not line.startswith("→")], WIDTH))
     for key, value in node.facts.items():
         screen.print(f"{key.replace('_', ' ')}: {value}", markup=False)
-    for mark, other, what, dtype in tables.links(graph, node):
+    for mark, other, what, dtype in drawing.links(graph, node):
         screen.print(f"{mark} {other}: {what} {dtype}".rstrip(), markup=False, soft_wrap=True)
     if node.blocks:
         screen.print(_blocks_table(node))
@@ -167,7 +164,7 @@ def rows_of_cards(graph: Graph) -> Group:
     back = ", ".join(dict.fromkeys(f.goal for f in graph.out_of(sampler) if graph.node(f.goal).role in drawing.LOOP))
     frame = Panel(
         Group(*_with_arrows([_row_of_cards(graph, row, WIDTH - 4) for row in loop])),
-        title=f"[bold]{tables.pace(graph)}[/]",
+        title=f"[bold]{drawing.pace(graph)}[/]",
         subtitle=f"↑ back to {back}",
         title_align="left",
         box=box.HEAVY,
@@ -199,15 +196,15 @@ def _card(node: Node, said: list[str], most: int) -> Panel:
     width = min(most, max(len(node.name) + 6, *(len(line) + 4 for line in lines), 0))
     return Panel(
         Text("\n".join(lines)), title=Text(node.name, "bold"), title_align="left",
-        border_style=ROLE_COLOURS[node.role], width=width,
+        border_style=drawing.ROLE_COLOURS[node.role], width=width,
     )  # fmt: skip
 
 
 def _blocks_table(node: Node) -> Table:
     """A network's blocks: class, parameters, share, and the shape that leaves each."""
     rows = []
-    for row in tables.anatomy(node):
-        shown = Text("█" * round(_BAR * row.share) or "▏", ROLE_COLOURS[node.role])
+    for row in drawing.anatomy(node):
+        shown = Text("█" * round(_BAR * row.share) or "▏", drawing.ROLE_COLOURS[node.role])
         rows.append(("  " * row.level + row.name, row.kind, row.parameters, row.percent, shown, row.leaves))
     columns = (node.name, "class", "parameters", "share", "", "leaves as")
     return output.table(*columns, right=("parameters", "share"), rows=rows)
