@@ -10,6 +10,7 @@ import typer
 from pellucid.core.errors import PellucidError, rule
 
 HELP = {"help_option_names": ["-h", "--help"]}
+MODEL_HELP = "A folder, a single file, a hub id (owner/name) or a bundle."
 CANCELLED = 130  # the exit code that shells expect after Ctrl-C
 
 
@@ -68,12 +69,7 @@ def group(words: str) -> typer.Typer:
     return typer.Typer(help=words, context_settings=HELP, no_args_is_help=True)
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A folder, a single file, a hub id (owner/name) or a bundle.", autocompletion=model_names
-    ),
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=model_names)]
 Device = Annotated[str | None, option("NAME", "cuda or cpu (default: cuda if there is one).")]
 Dtype = Annotated[str | None, option("NAME", "float32, bfloat16 or float16 (default: the model's own).")]
 Size = Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512 (default: the model's own).")]

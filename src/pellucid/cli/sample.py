@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pellucid.cli.options import grid_names, model_names, option, sampler_names
+from pellucid.cli.options import MODEL_HELP, grid_names, model_names, option, sampler_names
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.request import ADAPTERS, SPEED, WHAT, Flag, Request, flags_of, read_label, read_size
@@ -85,12 +85,7 @@ def request_option(name: str) -> Any:
 def _signature() -> Signature:
     """Model, prompt, and every flag; a flag's parameter has the name of its field."""
     arguments = {
-        "model": typer.Argument(
-            metavar="MODEL",
-            help="A folder, a single file, a hub id (owner/name) or a bundle.",
-            show_default=False,
-            autocompletion=model_names,
-        ),
+        "model": typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=model_names),
         "prompt": typer.Argument(
             metavar="PROMPT", help="What to make; @FILE takes one prompt per line.", show_default=False
         ),

@@ -102,7 +102,7 @@ def names_of(graph: Graph) -> list[str]:
 def component(graph: Graph, name: str) -> str:
     """One station: what it is, what comes and goes, and its blocks."""
     node = graph.node(name)
-    lines = [f"<p><b>{html.text(node.name)}</b> {html.text(' · '.join(graph_drawing.facts(node)))}</p>"]
+    lines = [f"<p><b>{html.text(node.name)}</b> {html.text(' · '.join(graph_drawing.node_words(node)))}</p>"]
     flows = [(mark, other, what, dtype) for mark, other, what, dtype in graph_drawing.links(graph, node)]
     if flows:
         lines.append(html.table(("", "with", "what flows", "dtype"), flows, words=4))

@@ -148,7 +148,7 @@ def remarks(node: Node) -> list[str]:
     return [f"sees {_shape(f['sees'])}"] if "sees" in f else []
 
 
-def facts(node: Node) -> list[str]:
+def node_words(node: Node) -> list[str]:
     """All that is said of a node: class, weights, remarks, milliseconds."""
     return list(filter(None, (*classes(node), *weight(node), *remarks(node), duration(node))))
 
@@ -533,7 +533,7 @@ def mermaid(graph: Graph) -> str:
         return [f'{indent}{_identifier(node.name)}["{said(node)}"]' for row in part for node in row]
 
     def said(node: Node) -> str:
-        return "<br/>".join([f"<b>{node.name}</b>", *map(html.escape, facts(node))])
+        return "<br/>".join([f"<b>{node.name}</b>", *map(html.escape, node_words(node))])
 
     def arrow(flow: Flow) -> str:
         return f'  {_identifier(flow.source)} -->|"{html.escape(flow_text(flow))}"| {_identifier(flow.goal)}'

@@ -7,7 +7,7 @@ and the recommendation are made from the records.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -28,6 +28,7 @@ from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.evidence.metrics.inception import to_bytes
 from pellucid.evidence.study.kernel import ShardNumber, Study
 from pellucid.evidence.study.subject import SCENES, queries_of, read_lines_of, scene_count
+from pellucid.interop import source
 from pellucid.models.guidance import Guidance, short
 from pellucid.models.rules import RULES, CFGZero
 from pellucid.pipeline import fingerprint
@@ -287,6 +288,17 @@ class GuidanceStudyConfig:
         """The prompts; by the reader where they are captions of scenes, unless a file comes with an encoder."""
         found = _read_guidance_prompts(self.prompts, self.seed)
         return GuidancePrompts(found.texts) if self.clip is not None and found.truth is None else found
+
+
+def with_own_clip(config: GuidanceStudyConfig) -> GuidanceStudyConfig:
+    """With the image-text encoder of the model's own bundle, where prompts need one and none is given."""
+    if config.clip is not None or config.asked.queries is not None:
+        return config
+    if not (source.locate(config.model) / "image_text").is_dir():
+        advice = "They are no captions of scenes: name a CLIP that scores them."
+        must = f"--clip must be given for the prompts of {config.prompts}; got none. {advice}"
+        raise PellucidError(must, "study-clip")
+    return replace(config, clip=f"{config.model}/image_text")
 
 
 class GuidanceBatch(NamedTuple):
