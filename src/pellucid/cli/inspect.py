@@ -17,26 +17,29 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.cli import output
-from pellucid.cli.options import Model, Overwrite, flag, option
+from pellucid.cli.options import Model, Overwrite, flag, option, with_flags
+from pellucid.cli.sample import LOADING
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.drawing import graph as drawing
-from pellucid.pipeline.request import read_size
+from pellucid.pipeline.request import Request, flags_of, read_size
 
 if TYPE_CHECKING:
     from pellucid.pipeline.inspection import Graph, Node
 
 _RUN, _LOAD, _OUT = "The run that is inspected", "Loading", "Output"
+_LOADED = ("vae", "image_encoder", "tokenizer", "target", "variant", "revision")
 _DEPTHS = (1, 2)  # levels of blocks that are shown: of every component, and of one alone
 WIDTH = 98  # columns of the drawing
 _BAR = 16
 
 
+@with_flags(
+    {name: flags_of(Request)[name]._replace(panel=_RUN) for name in ("width", "steps", "guidance")}
+    | {name: LOADING[name] for name in _LOADED}
+)
 def command(
     model: Model,
-    size: Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512.", panel=_RUN)] = None,
     batch: Annotated[int, option("N", "Images at once.", panel=_RUN)] = 1,
-    steps: Annotated[int | None, option("N", "Steps (default: 30).", panel=_RUN)] = None,
-    guidance: Annotated[str | None, option("TEXT", "7, off, 5 + apg, … (default: guarded 7).", panel=_RUN)] = None,
     controlnet: Annotated[list[str] | None, option("NET", "A ControlNet to add; may be repeated.", panel=_RUN)] = None,
     ip_adapter: Annotated[
         list[str] | None, option("FILE", "An IP-Adapter to add; may be repeated.", panel=_RUN)
@@ -55,14 +58,9 @@ def command(
     ] = None,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, flag("--json", "Print the graph as JSON.", panel=_OUT)] = False,
-    vae: Annotated[str | None, option("FOLDER", "Another autoencoder.", panel=_LOAD)] = None,
-    image_encoder: Annotated[str | None, option("FOLDER", "The encoder that an IP-Adapter needs.", panel=_LOAD)] = None,
-    tokenizer: Annotated[Path | None, option("FOLDER", "For single files, which hold none.", panel=_LOAD)] = None,
-    target: Annotated[str | None, option("NAME", "What the network predicts, against its files.", panel=_LOAD)] = None,
-    variant: Annotated[str | None, option("NAME", "Which files, such as fp16.", panel=_LOAD)] = None,
-    revision: Annotated[str | None, option("NAME", "A revision on the hub.", panel=_LOAD)] = None,
     dtype: Annotated[str | None, option("NAME", "dtype in memory (default: the files' own).", panel=_LOAD)] = None,
     device: Annotated[str | None, option("NAME", "Where --time runs: cpu, cuda, …", panel=_LOAD)] = None,
+    **words: Any,
 ) -> None:
     """Draw a model's pipeline as a graph: its components and their weights, what flows between them and its shape.
 
@@ -82,16 +80,15 @@ def command(
     from pellucid.pipeline.inspection import GraphOptions
 
     asked = GraphOptions(
-        size=None if size is None else read_size("--size", size),
+        size=None if words["width"] is None else read_size("--size", words["width"]),
         batch=batch,
-        steps=steps,
-        guidance=None if guidance is None else Guidance.parse(guidance),
+        steps=words["steps"],
+        guidance=None if words["guidance"] is None else Guidance.parse(words["guidance"]),
         depth=levels,
         controlnets=tuple(controlnet or ()),
         ip_adapters=tuple(ip_adapter or ()),
     )
-    loading = {"vae": vae, "image_encoder": image_encoder, "tokenizer": tokenizer, "target": target}
-    loading |= {"variant": variant, "revision": revision, "dtype": dtype}
+    loading = {"dtype": dtype, **{name: words[name] for name in _LOADED}}
     with output.progress(f"reading {model}", 2) as done:
         from pellucid.pipeline import inspection_graph
 

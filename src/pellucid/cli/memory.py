@@ -5,14 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pellucid.cli import output
-from pellucid.cli.options import AsJson, Device, Dtype, Model, Overwrite, Plot, Size, flag, option
+from pellucid.cli.options import (
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    Overwrite,
+    Plot,
+    Size,
+    flag,
+    given_only,
+    option,
+    with_flags,
+)
 from pellucid.core.errors import PellucidError, rule
+from pellucid.pipeline.policy import Policy
+from pellucid.pipeline.request import Lora, flags_of, read_size
 
 if TYPE_CHECKING:
     from pellucid.evidence.drawing.memory import StageReport, StrategyReport
     from pellucid.pipeline.pipeline import Pipeline
 
 
+@with_flags(flags_of(Policy))
 def command(
     model: Model,
     size: Size = None,
@@ -22,17 +37,12 @@ def command(
     lora: Annotated[list[str] | None, option("FILE", "With this LoRA; may be repeated.")] = None,
     dtype: Dtype = None,
     device: Device = None,
-    attention: Annotated[str, option("NAME", "auto, flash, efficient, cudnn or math.")] = "auto",
-    vae_slicing: Annotated[bool, flag("--vae-slicing", "Decode one image at a time.")] = False,
-    vae_tile: Annotated[int | None, option("N", "Decode in tiles of N × N latents (default: all at once).")] = None,
-    channels_last: Annotated[bool, flag("--channels-last", "Convolutions with the channels innermost.")] = False,
-    offload: Annotated[str, option("HOW", "none, component or block: what waits on the CPU.")] = "none",
-    compiled: Annotated[bool, flag("--compile", "Compile the denoising network.")] = False,
     compare: Annotated[bool, flag("--compare", "Run each strategy and adapter: peak, time, image difference.")] = False,
     predict: Annotated[bool, flag("--predict", "Only predict, also for a device that is not here.")] = False,
     as_json: AsJson = False,
     plot: Plot = None,
     overwrite: Overwrite = False,
+    **policy_words: Any,
 ) -> None:
     """Predict each stage's peak memory and its owner, run and measure it, and compare what each saving costs.
 
@@ -44,11 +54,9 @@ def command(
     from pellucid.evidence.drawing.memory import headline
     from pellucid.pipeline.inspection_graph import sketch
     from pellucid.pipeline.load import load, widen
-    from pellucid.pipeline.policy import Policy
-    from pellucid.pipeline.request import Lora, read_size
 
     pixels = None if size is None else read_size("--size", size)
-    policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
+    policy = Policy(**given_only(**policy_words))
     with output.progress("loading", 1):
         pipe = sketch(model, dtype=dtype) if predict else load(model, dtype=dtype, device=device, policy=policy)
     elsewhere = {"policy": policy, "device": _device_named(device)} if predict else {}

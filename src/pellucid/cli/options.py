@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from pellucid.core.errors import PellucidError, rule
 
+if TYPE_CHECKING:
+    from pellucid.pipeline.request import Flag
+
 HELP = {"help_option_names": ["-h", "--help"]}
 MODEL_HELP = "A folder, a single file, a hub id (owner/name) or a bundle."
+_C = TypeVar("_C", bound=Callable[..., Any])
 CANCELLED = 130  # the exit code that shells expect after Ctrl-C
 
 
@@ -43,6 +49,32 @@ def grid_names(incomplete: str) -> list[str]:
     from pellucid.core.grid import OVER_SIGMA, OVER_TIME
 
     return [name for name in (*OVER_TIME, *OVER_SIGMA) if name.startswith(incomplete)]
+
+
+_COMPLETIONS: dict[str, Callable[[str], list[str]]] = {"samplers": sampler_names, "grids": grid_names}
+
+
+def typed(flag: Flag) -> Any:
+    """The flag of a field, as a type for typer."""
+    complete, help = _COMPLETIONS.get(flag.names_of), flag.help.replace("[", r"\[")
+    more = {"show_default": False, "autocompletion": complete}
+    found = option(flag.metavar, help, *flag.names, panel=flag.panel, **more)
+    return Annotated[flag.kind if flag.kind is bool else flag.kind | None, found]
+
+
+def with_flags(flags: Mapping[str, Flag]) -> Callable[[_C], _C]:
+    """Gives a command these flags, in place of its `**words`, under the names of their fields."""
+
+    def give(command: _C) -> _C:
+        own = signature(command, eval_str=True)
+        kept = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+        for name, flag in flags.items():
+            unset = False if flag.kind is bool else None
+            kept.append(Parameter(name, Parameter.KEYWORD_ONLY, default=unset, annotation=typed(flag)))
+        command.__signature__ = own.replace(parameters=kept)  # type: ignore[attr-defined]
+        return command
+
+    return give
 
 
 def comma_words(text: str) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ import typer
 from rich.text import Text
 
 from pellucid.cli import output, plan_words
-from pellucid.cli.options import AsJson, Overwrite, Plot, grid_names, option, sampler_names
+from pellucid.cli.options import AsJson, Overwrite, Plot, option, sampler_names
 from pellucid.cli.output import short, time_text
+from pellucid.cli.sample import request_option
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import REGISTERS, Plan, Row, Weights, kept
 from pellucid.core.samplers import REGISTRY
@@ -21,6 +22,7 @@ from pellucid.core.wording import named
 
 _FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}
 _SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # standard deviations of what an image is made of
+Grid, SamplerOption = (request_option(name, panel=None) for name in ("grid", "options"))
 _COLUMNS = ("#", "time", "alpha", "sigma", "λ")
 
 
@@ -38,16 +40,12 @@ def command(
     target: Annotated[
         str | None, option("NAME", "What the network predicts (default: the schedule's usual one).")
     ] = None,
-    grid: Annotated[
-        str | None, option("NAME", "Where the model is called: karras, trailing, …", autocompletion=grid_names)
-    ] = None,
+    grid: Grid = None,
     steps: Annotated[int | None, option("N", "Steps (default: 20).")] = None,
     dialect: Annotated[
         str | None, option("DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", "--as")
     ] = None,
-    option: Annotated[
-        list[str] | None, option("KEY=VALUE", "An option of the sampler as key=value; may be repeated.")
-    ] = None,
+    option: SamplerOption = None,
     final: Annotated[str | None, option("END", "Where the last step ends: zero or sigma_min.")] = None,
     as_json: AsJson = False,
     plot: Plot = None,

@@ -204,7 +204,7 @@ def study_guidance(
         str | None,
         option(
             "NAME,NAME",
-            "Rules, as apg or 'rescale phi=0.5' (default: plain,rescale,dynamic,interval,apg,cfg_zero).",
+            "Rules, such as apg or 'rescale phi=0.5' (default: plain, rescale, dynamic, interval, apg, cfg_zero).",
         ),
     ] = None,
     prompts: Annotated[

@@ -22,7 +22,7 @@ app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, ru
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace.", show_default=False)]
 AsJson = Annotated[bool, flag("--json", "Print it as JSON.", metavar=None)]
 Partial = Annotated[bool, flag("--partial", "Read what is whole of a trace that was cut or killed.", metavar=None)]
-Model = Annotated[str | None, option("MODEL", "The model; the recipe's when it is here, if not given.")]
+Model = Annotated[str | None, option("MODEL", "The model (default: that of the recipe, where it is here).")]
 Image, Mask, Weak = (request_option(name) for name in ("image", "mask", "weak"))
 LoraFiles, ControlWords, ImagePromptWords = (request_option(name) for name in ("loras", "controls", "image_prompts"))
 Device = Annotated[str | None, option("NAME", "cpu, cuda, …")]
@@ -31,7 +31,7 @@ Device = Annotated[str | None, option("NAME", "cpu, cuda, …")]
 @app.command("show")
 def show(
     file: File,
-    index: Annotated[int | None, option("N", "One image of a batch, from 0; means when not given.")] = None,
+    index: Annotated[int | None, option("N", "One image of a batch, from 0 (default: the mean of all).")] = None,
     plot: Annotated[Path | None, option("PNG", "Draw x, x0 and guidance by step, over the curves.")] = None,
     model: Model = None,
     overwrite: Overwrite = False,
@@ -187,7 +187,7 @@ def replay(
 @app.command("timeline")
 def timeline(
     file: File,
-    out: Annotated[Path | None, option("JSON", "Where to; FILE with .json when not given.")] = None,
+    out: Annotated[Path | None, option("JSON", "Output file (default: FILE with .json).")] = None,
     overwrite: Overwrite = False,
     partial: Partial = False,
     as_json: AsJson = False,
