@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.evidence.study.kernel import check_whole
 from pellucid.interop import source
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline.load import load
@@ -67,9 +68,7 @@ class ImageSettings:
 
     def __post_init__(self) -> None:
         for name, low, high in (("steps", 1, _MOST_STEPS), ("batch", 1, MAX_BATCH), ("seed", 0, 2**53)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise PellucidError(rule(name, f"a whole number from {low} to {high:,}", value), "making")
+            check_whole(name, getattr(self, name), low, high, "making")
         Guidance.parse(self.guidance)
 
     def firsts(self, count: int) -> range:

@@ -393,11 +393,12 @@ def load_inception(
 
 def find_weights(progress: Callable[[int, int], object] | None = None, url: str = _WEIGHTS_URL) -> Path:
     """The cached file; it is downloaded where there is none."""
-    folder = cache_folder()
-    for name in ("inception.safetensors", WEIGHTS_NAME):
-        if (folder / name).is_file():
-            return folder / name
-    return download_weights(url, folder / WEIGHTS_NAME, progress)
+    return cached_weights() or download_weights(url, cache_folder() / WEIGHTS_NAME, progress)
+
+
+def cached_weights() -> Path | None:
+    places = (cache_folder() / name for name in ("inception.safetensors", WEIGHTS_NAME))
+    return next((place for place in places if place.is_file()), None)
 
 
 def download_weights(url: str, goal: Path, progress: Callable[[int, int], object] | None = None) -> Path:

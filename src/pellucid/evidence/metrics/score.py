@@ -18,14 +18,16 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import whole
 from pellucid.evidence.metrics.fid import FEW, Statistics, fid, fid_interval, note_on
 from pellucid.evidence.metrics.fid import RESAMPLES as FID_RESAMPLES
-from pellucid.evidence.metrics.image_text import ImageText
-from pellucid.evidence.metrics.images import ImageSet
-from pellucid.evidence.metrics.inception import BATCH, Inception, feature_batches
+from pellucid.evidence.metrics.image_text import ImageText, Judge, image_text, read_prompts
+from pellucid.evidence.metrics.images import ImageSet, open_images
+from pellucid.evidence.metrics.inception import BATCH, Inception, cache_folder, feature_batches, load_inception
 from pellucid.evidence.metrics.kid import SUBSET, SUBSETS, Kid, kid, kid_exact, kid_interval
 from pellucid.evidence.metrics.precision_recall import NEIGHBOURS, precision_recall
 from pellucid.evidence.statistics import LEVEL, RESAMPLES, Estimate, mean_interval
-from pellucid.interop import weights
+from pellucid.evidence.study.kernel import ProgressBar, no_bar
+from pellucid.interop import source, weights
 from pellucid.interop.atomic_files import are_whole, digests_in, put
+from pellucid.pipeline.load import default_device
 
 # --- Features of a set ----------------------------------------------------------------------------------------------
 
@@ -258,3 +260,83 @@ def with_image_text(found: Score, text: ImageText) -> Score:
     if text.skipped and found.reference is None:
         notes.append(f"{text.skipped:,} images could not be read and were skipped.")
     return replace(found, image_text=text.estimate, cosines=tuple(text.cosines.tolist()), notes=tuple(notes))
+
+
+# --- A whole run ----------------------------------------------------------------------------------------------------
+
+_MEGABYTES = 92  # of Inception's weights, when they are downloaded
+
+
+class ScoreRun:
+    """The sets and networks of a score; what is missing is found before the long work begins."""
+
+    def __init__(
+        self,
+        images: str,
+        reference: str | None = None,
+        config: ScoreConfig | None = None,
+        batch: int = BATCH,
+        device: str | None = None,
+        *,
+        cached: bool = True,
+        bar: ProgressBar = no_bar,
+    ) -> None:
+        self.names, self.config = (images, reference), config or ScoreConfig()
+        self.images = open_images(images)
+        self.reference = None if reference is None else open_images(reference)
+        self.batch, self.cached, self.bar = batch, cached, bar
+        self.device = source.place(device) or default_device()
+
+    def score(
+        self, inception: Path | None = None, save: Callable[[Callable[[Path], None]], object] | None = None
+    ) -> Score:
+        """The figures against the reference; without one, only the count. `save` is called with a function that writes
+        the images' statistics into a file."""
+        name, against = self.names
+        if against is None and save is None:
+            return Score(name, len(self.image_set("--clip")))
+        if save is not None:
+            self.image_set("--save")
+        network = self.network(inception)
+        mine = self.measured(name, self.images, network, False)
+        if save is not None:
+            save(mine.statistics.save)
+        if against is None:
+            return Score(name, mine.count, notes=tuple(mine.notes()))
+        other = self.measured(against, self.reference, network, self.cached)
+        with self.bar("scoring", stages(self.config)) as done:
+            return score(mine, other, self.config, done)
+
+    def network(self, path: Path | None) -> Inception | None:
+        """FID's network, unless both sides are statistics already."""
+        if all(isinstance(side, Statistics) for side in (self.images, self.reference) if side is not None):
+            if path is not None:
+                raise PellucidError(rule("--inception", "left out for statistics", str(path)), "usage")
+            return None
+        with self.bar("Inception's weights", _MEGABYTES) as done:
+            return load_inception(path, self.device, lambda *_: done())
+
+    def measured(self, name: str, side: Any, network: Inception | None, cached: bool) -> FeatureSet:
+        """One side as the network sees it."""
+        if network is None or isinstance(side, Statistics):
+            return FeatureSet(name, side.to(self.device))
+        with self.bar(name, len(side)) as done:
+            if cached:
+                return measure_cached(side, network, cache_folder(), self.batch, done)
+            return measure(side, network, self.batch, done)
+
+    def image_set(self, option: str) -> ImageSet:
+        if isinstance(self.images, Statistics):
+            raise PellucidError(rule(f"IMAGES of {option}", "images", "statistics"), "usage")
+        return self.images
+
+    def judge(self, clip: str, prompts: Path) -> Callable[[], ImageText]:
+        """What says how well each image fits its prompt, ready to run."""
+        images = self.image_set("--clip")
+        texts, judge = read_prompts(prompts, images), Judge.load(clip, self.device)
+
+        def run() -> ImageText:
+            with self.bar("prompts", len(images)) as done:
+                return image_text(images, texts, judge, self.config.resamples, self.config.seed, done)
+
+        return run

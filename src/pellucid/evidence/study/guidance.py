@@ -26,7 +26,7 @@ from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.evidence.metrics.inception import to_bytes
-from pellucid.evidence.study.kernel import ShardNumber, Study
+from pellucid.evidence.study.kernel import ShardNumber, Study, check_lists, check_whole
 from pellucid.evidence.study.subject import SCENES, queries_of, read_lines_of, scene_count
 from pellucid.interop import source
 from pellucid.models.guidance import Guidance, short
@@ -253,17 +253,13 @@ class GuidanceStudyConfig:
     tolerance: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("scales", "rules"):
-            held = getattr(self, name)
-            if not held or len(set(held)) != len(held):
-                raise PellucidError(rule(name, "at least one, none of them twice", list(held)), "study-list")
+        check_lists(self, "scales", "rules")
         if list(self.scales) != sorted(self.scales):
             raise PellucidError(rule("scales", "numbers that grow", list(self.scales)), "study-list")
         if len(self.scales) * len(self.rules) > _MAX_CELLS:
             got = len(self.scales) * len(self.rules)
             raise PellucidError(rule("scales × rules", f"at most {_MAX_CELLS}", got), "study-list")
-        if isinstance(self.seeds, bool) or not isinstance(self.seeds, int) or not 1 <= self.seeds <= _MAX_SEEDS:
-            raise PellucidError(rule("seeds", f"a whole number from 1 to {_MAX_SEEDS}", self.seeds), "study-seeds")
+        check_whole("seeds", self.seeds, 1, _MAX_SEEDS, "study-seeds")
         if not 0 < self.tolerance < 1:
             raise PellucidError(rule("tolerance", "above 0 and below 1", self.tolerance), "study-tolerance")
         if self.part not in PARTS:

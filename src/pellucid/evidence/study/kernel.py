@@ -32,8 +32,8 @@ from pellucid.interop.lock import locked
 Config = TypeVar("Config")
 Cell = TypeVar("Cell", bound=NamedTuple)
 ShardNumber = tuple[int, int]  # (index, count): every so many-th part of a study, for one of several processes
-# (what, how much) → a context that gives a function to call with each part that is done
-ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
+# (what, how much) → a context that gives a function to call after each part, or with the number of parts that are done
+ProgressBar = Callable[[str, int], AbstractContextManager[Callable[..., object]]]
 
 CONFIG, RECORDS = "config.json", "records.jsonl"
 _KEY_TYPES = (str, int, float, type(None))  # what a cell's keys may be
@@ -43,8 +43,22 @@ _ELSEWHERE = "Choose another --out."
 MARKS = ("study", "version")  # the words of a config that say what it is of
 
 
-def no_bar(what: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
-    return nullcontext(lambda count: None)
+def check_whole(name: str, value: object, least: int, most: int, code: str, must: str = "") -> None:
+    """Refuses what is not a whole number in a range."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise PellucidError(rule(name, must or f"a whole number from {least} to {most:,}", value), code)
+
+
+def check_lists(config: object, *names: str) -> None:
+    """Refuses fields of a config that are empty, or hold something twice."""
+    for name in names:
+        held = getattr(config, name)
+        if not held or len(set(held)) != len(held):
+            raise PellucidError(rule(name, "at least one, none of them twice", list(held)), "study-list")
+
+
+def no_bar(what: str, total: int) -> AbstractContextManager[Callable[..., object]]:
+    return nullcontext(lambda count=1: None)
 
 
 class Study(ABC, Generic[Config, Cell]):

@@ -32,7 +32,7 @@ from pellucid.core.plan import Draw, Plan
 from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Level, Schedule, in_frame
 from pellucid.evidence.study import oracle_orders as orders
-from pellucid.evidence.study.kernel import Study
+from pellucid.evidence.study.kernel import Study, check_lists
 from pellucid.evidence.study.setups import SamplerSetup, entry_of, setup_without_grid
 
 # --- The truth: the exact flow of the same noise, and the exact law of the data -------------------------------------
@@ -172,10 +172,7 @@ class OracleStudyConfig:
 
     def __post_init__(self) -> None:
         """Refuses at once what no cell could run."""
-        for name in ("samplers", "nfe", "grids", "schedules", "mixtures"):
-            given = getattr(self, name)
-            if not given or len(set(given)) != len(given):
-                raise PellucidError(rule(name, "at least one, none of them twice", list(given)), "study-list")
+        check_lists(self, "samplers", "nfe", "grids", "schedules", "mixtures")
         if list(self.nfe) != sorted(self.nfe) or not 1 <= self.nfe[0] <= self.nfe[-1] <= grids.MAX_STEPS:
             must = f"numbers of model calls that grow, from 1 to {grids.MAX_STEPS}"
             raise PellucidError(rule("nfe", must, list(self.nfe)), "study-nfe")

@@ -28,7 +28,7 @@ from pellucid.evidence.adherence.judging import judge
 from pellucid.evidence.metrics import image_text, inception
 from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.metrics.inception import features as inception_features
-from pellucid.evidence.study.kernel import ProgressBar, Records, ShardNumber, Study
+from pellucid.evidence.study.kernel import ProgressBar, Records, ShardNumber, Study, check_whole
 from pellucid.evidence.study.setups import SamplerCell, SamplerSetup, Yardstick, half_run, lay_cells
 from pellucid.evidence.study.subject import StudyImages, Subject, queries_of
 from pellucid.interop import weights
@@ -189,11 +189,10 @@ Scorer = InceptionScorer | ClipScorer | SceneScorer
 
 def _find_inception(path: str | Path | None, device: torch.device | str) -> tuple[Inception | None, str]:
     """(the network, "") or (None, why not): what was not named and is not in the cache is not fetched in a study."""
+    path = path or inception.cached_weights()
     if path is None:
-        folder, name = inception.cache_folder(), inception.WEIGHTS_NAME
-        path = next((one for one in (folder / "inception.safetensors", folder / name) if one.is_file()), None)
-    if path is None:
-        return None, f"no Inception weights: name them with --inception, or put {name} into {folder}"
+        put_it = f"put {inception.WEIGHTS_NAME} into {inception.cache_folder()}"
+        return None, f"no Inception weights: name them with --inception, or {put_it}"
     return inception.load_inception(path, device), ""
 
 
@@ -282,9 +281,7 @@ class SamplerStudyConfig:
                 raise PellucidError(rule(name, "at least one", "none"), "study-list")
         bounds = (("seeds", _MOST_IMAGES), ("batch", MAX_BATCH), ("rounds", 1000))
         for name, high in (*bounds, ("converged_steps", 10_000), ("path_steps", 10_000)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-                raise PellucidError(rule(name, f"a whole number from 1 to {high:,}", value), "study-number")
+            check_whole(name, getattr(self, name), 1, high, "study-number")
         for count in self.steps:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise PellucidError(rule("steps", "whole numbers from 1 on", count), "steps")

@@ -28,7 +28,7 @@ from pellucid.evidence.metrics.kid import kid_exact, kid_interval
 from pellucid.evidence.metrics.precision_recall import precision_recall
 from pellucid.evidence.metrics.score import measure_cached
 from pellucid.evidence.statistics import Estimate, between, draws, reflected
-from pellucid.evidence.study.kernel import CONFIG, MARKS, Records, ShardNumber, Study
+from pellucid.evidence.study.kernel import CONFIG, MARKS, Records, ShardNumber, Study, check_lists
 from pellucid.interop.atomic_files import put, read_lines
 from pellucid.train.config import TrainConfig, chosen, counts, parse, read, to_plain
 from pellucid.train.denoiser import DenoiserConfig, DenoiserTask
@@ -134,10 +134,7 @@ class ScheduleStudyConfig:
         counts(self, "reference", "neighbours", low=_FEWEST_IMAGES, high=_CIFAR10_IMAGES)
         counts(self, "batch", low=1)
         counts(self, "resamples", low=2)
-        for name in ("schedules", "points", "seeds"):
-            given = getattr(self, name)
-            if not given or len(set(given)) != len(given):
-                raise PellucidError(rule(name, "at least one, none of them twice", list(given)), "study-list")
+        check_lists(self, "schedules", "points", "seeds")
         if list(self.points) != sorted(self.points) or self.points[0] < 1:
             raise PellucidError(rule("points", "steps that grow", list(self.points)), "study-points")
         for schedule in self.schedules:

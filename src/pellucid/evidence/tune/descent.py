@@ -18,8 +18,9 @@ from pellucid.core.loop import BindsToRun, Denoiser, Prediction, State, advance
 from pellucid.core.noise import Philox
 from pellucid.core.plan import Plan, Row
 from pellucid.core.schedule import Level
+from pellucid.evidence.study.kernel import check_whole
 from pellucid.evidence.tune.model import TuningModel
-from pellucid.evidence.tune.table import KNOBS, WHAT, Soft, SoftLevel, Table, Values, What, check_whole
+from pellucid.evidence.tune.table import KNOBS, WHAT, Soft, SoftLevel, Table, Values, What
 from pellucid.evidence.tune.teacher import Truth, distance, errors
 
 # --- a table through the loop -------------------------------------------------------------------------------------

@@ -199,12 +199,6 @@ def tunable(entry: Sampler) -> bool:
     return plan.nfe == 6 and not plan.guided and not plan.declared and plan.basis in _BASES and plan.end.sigma == 0.0
 
 
-def check_whole(name: str, value: object, least: int, most: int, code: str, must: str = "") -> None:
-    """Refuses what is not a whole number in a range."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise PellucidError(rule(name, must or f"a whole number from {least} to {most:,}", value), code)
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 What = Literal["grid", "weights", "told", "both", "all"]
