@@ -292,9 +292,8 @@ def study_oracle(
 
     Example: [bold]pellucid study oracle --samplers ddim,heun,dpmpp_2m,unipc --grids karras,trailing --nfe 5,10,20[/]
     """
-    import torch
-
     from pellucid.core import grid, schedule
+    from pellucid.evidence.study.kernel import one_thread
     from pellucid.evidence.study.oracle import OracleStudy, OracleStudyConfig
     from pellucid.evidence.study.setups import setup_without_grid
 
@@ -308,12 +307,8 @@ def study_oracle(
         "nfe": None if nfe is None else numbers("--nfe", nfe),
     }
     config = OracleStudyConfig(**fields_given(OracleStudyConfig, {**ctx.params, **read}))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # points in a few dimensions gain nothing from more
-    try:
+    with one_thread():  # points in a few dimensions gain nothing from more
         run(OracleStudy, config, ctx.params, _show_oracle)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _show_oracle(found: OracleResults, out: Path) -> None:

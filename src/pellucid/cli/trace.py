@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,9 +13,6 @@ from pellucid.cli.options import Overwrite, flag, group, option
 from pellucid.cli.sample import read_options, request_option
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.request import Request, flags_of
-
-if TYPE_CHECKING:
-    from pellucid.evidence.trace.reading import Trace
 
 app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, run again, lay out in time.")
 
@@ -45,7 +42,7 @@ def show(
     """
     from pellucid.cli import trace_text
     from pellucid.evidence import trace as traces
-    from pellucid.evidence.trace import filmstrip
+    from pellucid.evidence.trace import filmstrip, previews
 
     if plot is None and (model is not None or linear):
         raise PellucidError("--model and --linear must come with --plot, which draws images; got them alone.", "usage")
@@ -62,7 +59,7 @@ def show(
         trace_text.show_trace(trace, index)
     if goal is None:
         return
-    vae, note = (None, "") if linear or not trace.has_images else _vae_of(trace, model)
+    vae, note = (None, "") if linear or not trace.has_images else previews.vae_of(trace, model)
     if not trace.has_images:
         note = "only the curves are drawn: the trace holds no tensors (--trace-tensors keeps them)"
     if note:
@@ -71,30 +68,6 @@ def show(
         goal.write(lambda part: filmstrip.draw(trace, part, image=index or 0, vae=vae))
         done()
     output.wrote(goal, as_json)
-
-
-def _vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
-    """The VAE that decodes a trace, and a note on it."""
-    from pellucid.interop import source
-    from pellucid.pipeline import fingerprint, repeat
-
-    recipe = trace.header.recipe
-    if len(trace.header.shape) != 3 or trace.header.shape[0] in (1, 3) or (recipe is None and model is None):
-        return None, ""
-    try:
-        name = model or repeat.model_of(repeat.RecipeSource(trace.path, recipe))  # type: ignore[arg-type]
-    except PellucidError:
-        return None, f"latents are mapped to colours: {recipe.model} is not here to decode them (--model)"  # type: ignore
-    root, dtype = source.locate(name), recipe.dtype or None if recipe is not None else None
-    if (root / "vae").is_dir():  # the rest of the model is not needed
-        vae = source.load_component(root / "vae", dtype=dtype)
-    else:
-        vae = source.read_components(name, dtype=dtype).vae
-    if vae is None:
-        return None, f"latents are mapped to colours: {name} has no VAE"
-    known = (recipe.model_hash or "").partition(":")[2].split("-") if recipe is not None else []
-    other = len(known) == len(fingerprint.PARTS) and fingerprint.short_hash(fingerprint.of_network(vae)) != known[1]
-    return vae.float().eval(), "decoded with another VAE than the run had" if other else ""
 
 
 @app.command("diff")

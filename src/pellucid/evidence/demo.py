@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,17 +69,6 @@ class Moment:
     sigma: float
     x: Image.Image
     x0: Image.Image
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch uses one thread a kernel: small work is quicker so, and images run side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def make_images(

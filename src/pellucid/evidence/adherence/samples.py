@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from PIL import Image
@@ -43,17 +43,7 @@ def open_pipe(model: str | Path, part: Part = "unet", *, dtype: str = DTYPE, dev
 _MOST_STEPS = 1000
 
 
-class PipelineOutput(Protocol):
-    """What a call of a pipeline gives, as far as it is read here."""
-
-    @property
-    def images(self) -> list[Image.Image]: ...
-
-
-class Maker(Protocol):
-    """A pipeline, or what stands in for one."""
-
-    def __call__(self, prompt: Sequence[str], /, **options: Any) -> PipelineOutput: ...
+Maker = Callable[..., Any]  # a pipeline, or what stands in for one: a call gives something with `images`
 
 
 @dataclass(frozen=True)
@@ -77,7 +67,7 @@ class ImageSettings:
 
     def images(self, pipe: Maker, prompts: Sequence[str], first: int, **extra: Any) -> list[Image.Image]:
         """One image a prompt; the first of them is image number `first`."""
-        made = pipe(
+        made: list[Image.Image] = pipe(
             list(prompts),
             seed=[self.seed + first + i for i in range(len(prompts))],
             sampler=self.sampler,

@@ -162,6 +162,10 @@ class Spot:
     series: int | None = None
     radius: float = 4.0  # points
 
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.x) and math.isfinite(self.y)
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -196,7 +200,7 @@ class Drawing:
             data = base64.b64encode(held.getvalue()).decode()
             return f'<img alt="{title}" src="data:image/png;base64,{data}">'
         width, height = (72 * float(side) for side in self.figure.get_size_inches())
-        spots = "".join(self.circle(spot, height) for spot in self.spots if _shown(spot))
+        spots = "".join(self.circle(spot, height) for spot in self.spots if spot.finite)
         inside = _svg(self.figure, title)
         return f'<svg viewBox="0 0 {width:g} {height:g}" role="group" aria-label="{title}">{inside}{spots}</svg>'
 
@@ -210,10 +214,6 @@ class Drawing:
             f'<circle cx="{x:.1f}" cy="{height - y:.1f}" r="{spot.radius:g}" tabindex="0" role="img"{series} '
             f'aria-label="{words.replace(chr(10), ", ")}" data-tip="{words}"{cell}/>'
         )
-
-
-def _shown(spot: Spot) -> bool:
-    return math.isfinite(spot.x) and math.isfinite(spot.y)
 
 
 _FONT = re.compile(r"((?:font(?:-family)?): [^;\"]*?)'DejaVu Sans'[^;\"]*")

@@ -19,11 +19,8 @@ from typing import Protocol
 from PIL import Image
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.report.charts import Axis, Chart, Drawing, Mark, Series
+from pellucid.evidence.report.charts import Chart, Drawing
 from pellucid.interop.atomic_files import put
-
-__all__ = ["Axis", "Chart", "Code", "Drawing", "ImageCell", "Images", "Mark", "Page", "Series", "Table", "Text"]
-
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -41,6 +41,19 @@ _MAX_SHARDS = 256
 _POLL_SECONDS = 1.0
 _ELSEWHERE = "Choose another --out."
 MARKS = ("study", "version")  # the words of a config that say what it is of
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch uses one thread per kernel: small work is quicker so."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_whole(name: str, value: object, least: int, most: int, code: str, must: str = "") -> None:
