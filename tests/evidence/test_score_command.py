@@ -17,7 +17,7 @@ from stand_ins import PROMPTS, Small
 from typer.testing import CliRunner
 
 from pellucid import PellucidError
-from pellucid.cli import HELP, OneLine
+from pellucid.cli import HELP, OneLineErrors
 from pellucid.cli import score as room
 from pellucid.evidence.metrics import inception
 from pellucid.evidence.metrics.fid import Statistics, fid
@@ -27,7 +27,7 @@ from pellucid.evidence.metrics.kid import kid, kid_exact
 from pellucid.evidence.metrics.precision_recall import precision_recall
 from pellucid.evidence.metrics.score import FeatureSet, Score, ScoreConfig, measure, score, stages
 
-app = typer.Typer(cls=OneLine, context_settings=HELP, add_completion=False)
+app = typer.Typer(cls=OneLineErrors, context_settings=HELP, add_completion=False)
 app.callback()(lambda: None)
 app.command("score", context_settings=HELP, epilog=room.EPILOG)(room.command)
 

@@ -79,7 +79,7 @@ def command(
     from pellucid.models.guidance import Guidance
     from pellucid.pipeline.inspection import GraphOptions
 
-    asked = GraphOptions(
+    options = GraphOptions(
         size=None if words["width"] is None else read_size("--size", words["width"]),
         batch=batch,
         steps=words["steps"],
@@ -93,7 +93,7 @@ def command(
         from pellucid.pipeline import inspection_graph
 
         done()
-        graph = inspection_graph.inspect(model, asked, **loading)
+        graph = inspection_graph.inspect(model, options, **loading)
         done()
     node = None if component is None else graph.node(component)
     if time:
@@ -102,7 +102,7 @@ def command(
             def watch(rows: int) -> Callable[[], None]:
                 return bars.enter_context(output.progress(f"timing {model}", rows))
 
-            graph = inspection_graph.with_times(graph, model, asked, watch, device=device, **loading)
+            graph = inspection_graph.with_times(graph, model, options, watch, device=device, **loading)
         node = None if node is None else graph.node(node.name)
     if as_json:
         output.print_json(graph.to_dict() if node is None else _component_dict(graph, node))
@@ -116,8 +116,8 @@ def command(
 
 
 def _component_dict(graph: Graph, node: Node) -> dict[str, Any]:
-    [whole] = [one for one in graph.to_dict()["nodes"] if one["name"] == node.name]
-    return {**whole, "flows": [vars(flow) for flow in (*graph.into(node.name), *graph.out_of(node.name))]}
+    [entry] = [one for one in graph.to_dict()["nodes"] if one["name"] == node.name]
+    return {**entry, "flows": [vars(flow) for flow in (*graph.into(node.name), *graph.out_of(node.name))]}
 
 
 # --- In a terminal ---------------------------------------------------------------------------------------------
@@ -187,9 +187,9 @@ def _row_of_cards(graph: Graph, row: list[Node], width: int) -> Align:
     return Align.center(grid)
 
 
-def _card(node: Node, said: list[str], most: int) -> Panel:
+def _card(node: Node, texts: list[str], most: int) -> Panel:
     """A box with the node's name on its edge, as wide as what it says."""
-    lines = [part for line in said for part in textwrap.wrap(line, most - 4)]
+    lines = [part for line in texts for part in textwrap.wrap(line, most - 4)]
     width = min(most, max(len(node.name) + 6, *(len(line) + 4 for line in lines), 0))
     return Panel(
         Text("\n".join(lines)), title=Text(node.name, "bold"), title_align="left",

@@ -63,8 +63,8 @@ def command(
     if predict and dtype is None and elsewhere["device"].type == "cpu":
         widen(pipe.components)
     loras = tuple(Lora(path) for path in lora or ())
-    asked = {"size": pixels, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras}
-    report = _compare_strategies(pipe, asked) if compare else _by_stage(pipe, asked, elsewhere)
+    settings = {"size": pixels, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras}
+    report = _compare_strategies(pipe, settings) if compare else _by_stage(pipe, settings, elsewhere)
     if as_json:
         output.print_json(report.to_dict())
     else:
@@ -88,12 +88,12 @@ def _device_named(name: str | None) -> Any:
         raise PellucidError(rule("--device", "cuda or cpu", name), "device") from None
 
 
-def _by_stage(pipe: Pipeline, asked: dict[str, Any], elsewhere: dict[str, Any]) -> StageReport:
+def _by_stage(pipe: Pipeline, settings: dict[str, Any], elsewhere: dict[str, Any]) -> StageReport:
     """Stage by stage: predicted, and measured unless the prediction is for `elsewhere`: a policy and a device."""
     from pellucid.evidence.drawing.memory import StageReport, describe_run
     from pellucid.pipeline import compare, memory
 
-    request = memory.request_for(pipe, **asked)
+    request = memory.request_for(pipe, **settings)
     with output.progress("memory", 2) as done:
         forecast = memory.predict(pipe, request, **elsewhere)
         done()
@@ -104,12 +104,12 @@ def _by_stage(pipe: Pipeline, asked: dict[str, Any], elsewhere: dict[str, Any]) 
     )
 
 
-def _compare_strategies(pipe: Pipeline, asked: dict[str, Any]) -> StrategyReport:
+def _compare_strategies(pipe: Pipeline, settings: dict[str, Any]) -> StrategyReport:
     from pellucid.evidence.drawing.memory import StrategyReport, describe_run
     from pellucid.pipeline import compare, memory
 
-    dressed = memory.request_for(pipe, **asked)
-    bare = memory.request_for(pipe, **{**asked, "controlnets": (), "loras": ()})
+    dressed = memory.request_for(pipe, **settings)
+    bare = memory.request_for(pipe, **{**settings, "controlnets": (), "loras": ()})
     found, left_out = compare.strategies(pipe, bare, dressed)
     with output.progress("comparing", len(found)) as done:
         rows = compare.compare(pipe, found, done)

@@ -66,24 +66,24 @@ def command(
     goal = None if save is None else output.destination(save, "--save", (".json",), overwrite=overwrite)
     image = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
     words = plan_words.PlanWords.of(ctx.params)
-    made = plan_words.plan_of(words)
+    plan = plan_words.plan_of(words)
     if diff is not None:
         from pellucid.cli import plan_diff
 
-        other = plan_words.inherit(plan_words.parse_words(diff, ctx.command), words, made)
-        plan_diff.show(made, plan_words.plan_of(other), as_json)
+        other = plan_words.inherit(plan_words.parse_words(diff, ctx.command), words, plan)
+        plan_diff.show(plan, plan_words.plan_of(other), as_json)
     elif as_json:
-        print(made.to_json())
+        print(plan.to_json())
     elif image is not None:
         from pellucid.evidence.drawing.plan import draw_plan
 
-        image.write(partial(draw_plan, made))
+        image.write(partial(draw_plan, plan))
         output.wrote(image)
     else:
-        for line in (*_header(made), "", *_rows(made), "", *_legend(made)):
+        for line in (*_header(plan), "", *_rows(plan), "", *_legend(plan)):
             output.say(line)
     if goal is not None:
-        goal.write(made.to_json() + "\n")
+        goal.write(plan.to_json() + "\n")
         output.wrote(goal, as_json)
 
 
@@ -130,7 +130,7 @@ def _level(at: Level) -> str:
 
 
 def _rows(plan: Plan) -> Iterator[Text]:
-    """The table: #, told time, alpha, sigma, λ, and the update as a formula whose terms stand in columns."""
+    """The table: #, time, alpha, sigma, λ, and the update as a formula whose terms stand in columns."""
     levels = [(r.level.alpha, r.level.sigma, r.level.lam) for r in plan.rows]
     cells = [(str(i), time_text(r.time), *map(short, levels[i])) for i, r in enumerate(plan.rows)]
     widths = [max(len(c[k]) for c in (_COLUMNS, *cells)) for k in range(len(_COLUMNS))]

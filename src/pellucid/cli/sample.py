@@ -102,22 +102,22 @@ def read_options(words: Mapping[str, Any]) -> RunOptions:
     """What the words of a command set; words that are missing are left open."""
     from pellucid.pipeline.repeat import RunOptions
 
-    given = {k: v for k, v in words.items() if v is not None and v is not False and v not in ([], ())}
-    if given.get("n", 1) < 1:
-        raise PellucidError(rule("-n", "at least 1", given["n"]), "usage")
+    set_words = {k: v for k, v in words.items() if v is not None and v is not False and v not in ([], ())}
+    if set_words.get("n", 1) < 1:
+        raise PellucidError(rule("-n", "at least 1", set_words["n"]), "usage")
     return RunOptions(
-        model=given.get("model"),
-        fields=read_fields(given),
-        loras=tuple(lora(text) for text in given.get("loras", ())),
-        controls=tuple(with_image("--control", text, True) for text in given.get("controls", ())),
-        image_prompts=tuple(with_image("--image-prompt", text, False) for text in given.get("image_prompts", ())),
-        weak=given.get("weak"),
-        loading={name: given[name] for name in LOADING if name in given},
-        policy={name: given[name] for name in flags_of(Policy) if name in given},
+        model=set_words.get("model"),
+        fields=read_fields(set_words),
+        loras=tuple(lora(text) for text in set_words.get("loras", ())),
+        controls=tuple(with_image("--control", text, True) for text in set_words.get("controls", ())),
+        image_prompts=tuple(with_image("--image-prompt", text, False) for text in set_words.get("image_prompts", ())),
+        weak=set_words.get("weak"),
+        loading={name: set_words[name] for name in LOADING if name in set_words},
+        policy={name: set_words[name] for name in flags_of(Policy) if name in set_words},
     )
 
 
-def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def read_fields(words: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request that words set, without its adapters and its weak model."""
     from pellucid.cli.plan_words import sampler_options
     from pellucid.models.guidance import Guidance
@@ -138,9 +138,9 @@ def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     }
     own = {"prompt": None, **flags_of(Request)}
     apart = ("width", "weak", "loras", "controls", "image_prompts")
-    found = {n: readers.get(n, lambda v: v)(v) for n, v in given.items() if n in own and n not in apart}
-    if "width" in given:
-        found["width"], found["height"] = read_size("--size", given["width"])
+    found = {n: readers.get(n, lambda v: v)(v) for n, v in words.items() if n in own and n not in apart}
+    if "width" in words:
+        found["width"], found["height"] = read_size("--size", words["width"])
     return found
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pellucid.evidence.adherence.study import AdherenceFigures
     from pellucid.evidence.report.page import Table
     from pellucid.evidence.study.guidance_report import GuidanceReport
-    from pellucid.evidence.study.interaction import Interaction, InteractionStudyConfig
+    from pellucid.evidence.study.interaction import InteractionResults, InteractionStudyConfig
     from pellucid.evidence.study.kernel import Study
     from pellucid.evidence.study.oracle import OracleResults
     from pellucid.evidence.study.samplers_verdict import SamplerFigures
@@ -77,7 +77,7 @@ def run(
     out: Path | None = None,
     figures: str = "figures.json",
     bar: Any = output.progress,
-    **given: Any,
+    **resources: Any,
 ) -> None:
     """The whole study, or one share of it, as the `words` of the command line say. --json prints the file of
     `figures` that the report wrote."""
@@ -85,9 +85,9 @@ def run(
 
     folder, shard, processes, ray = out or words["out"], *map(words.get, ("shard", "processes", "ray"))
     if "device" in words:
-        given["device"] = words["device"]
+        resources["device"] = words["device"]
     if shard is None:
-        found = run_study(kind, config, folder, processes=processes or 1, ray=ray or 0, bar=bar, **given)
+        found = run_study(kind, config, folder, processes=processes or 1, ray=ray or 0, bar=bar, **resources)
         if words["as_json"]:
             output.print_json(json.loads((folder / figures).read_text("utf-8")))
         else:
@@ -96,7 +96,7 @@ def run(
     if processes or ray:
         raise PellucidError(rule("--shard", "given without --processes and --ray", shard), "shard")
     index, count = shard_of(shard)
-    study = kind.open(config, folder, (index, count), **given)
+    study = kind.open(config, folder, (index, count), **resources)
     study.run(bar)  # of this share's cells alone; the report is the whole study's
     parts = len({study.part(cell) for cell in study.shares(count)[index]})
     if words["as_json"]:
@@ -137,9 +137,9 @@ def study_schedules(
     from pellucid.evidence.study.kernel import no_bar
     from pellucid.evidence.study.schedules import ScheduleStudy, ScheduleStudyConfig
 
-    asked, folder = ScheduleStudyConfig.load(config), out or Path("out") / config.stem
+    study_config, folder = ScheduleStudyConfig.load(config), out or Path("out") / config.stem
     how = {"figures": "table.json", "say": partial(print, file=sys.stderr), "bar": no_bar}
-    run(ScheduleStudy, asked, ctx.params, lambda found, at: print(at / "report.html"), out=folder, **how)
+    run(ScheduleStudy, study_config, ctx.params, lambda found, at: print(at / "report.html"), out=folder, **how)
 
 
 # --- Adherence ------------------------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ def _read_interaction(config: Path | None, words: dict[str, Any]) -> Interaction
     return InteractionStudyConfig(**known)
 
 
-def _show_interaction(found: Interaction, folder: Path) -> None:
+def _show_interaction(found: InteractionResults, folder: Path) -> None:
     from pellucid.evidence.study import interaction_report
 
     sentences = [*interaction_report.sentences(found), *interaction_report.about_converged(found)]

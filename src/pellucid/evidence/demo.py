@@ -58,8 +58,8 @@ class DemoImage:
     def wrong(self) -> str:
         """What was asked for and is not there, in words."""
         marks = [mark for mark in self.grade.marks if mark.verdict != "right"]
-        told = [f"{mark.what}: {mark.seen or 'unreadable'}, not {mark.wanted}" for mark in marks]
-        return "; ".join(told[:2]) or (self.grade.trouble or "")
+        faults = [f"{mark.what}: {mark.seen or 'unreadable'}, not {mark.wanted}" for mark in marks]
+        return "; ".join(faults[:2]) or (self.grade.trouble or "")
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def make_images(
 
     def one(number: int) -> tuple[Image.Image, float]:
         began = time.perf_counter()
-        asked: dict[str, Any] = {"sampler": SAMPLER, "grid": GRID, "steps": steps, "guidance": GUIDANCE}
+        settings: dict[str, Any] = {"sampler": SAMPLER, "grid": GRID, "steps": steps, "guidance": GUIDANCE}
         seen = [watch] if number == _FOLLOWED else []
-        image = pipe(PROMPTS[number], seed=_SEED + number, observers=seen, **asked).images[0]
+        image = pipe(PROMPTS[number], seed=_SEED + number, observers=seen, **settings).images[0]
         done()
         return image, time.perf_counter() - began
 

@@ -105,8 +105,8 @@ class Share:
     @staticmethod
     def of(marks: Iterable[bool | None]) -> Share:
         """Of what was asked: None is not."""
-        asked = [mark for mark in marks if mark is not None]
-        return Share(sum(asked), len(asked))
+        known = [mark for mark in marks if mark is not None]
+        return Share(sum(known), len(known))
 
     @property
     def words(self) -> str:
@@ -143,10 +143,10 @@ def draw_batches(count: int, resamples: int, seed: int) -> Iterator[Tensor]:
 
 def mean_interval(values: Tensor, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL) -> Estimate:
     """The mean of one number for each image (N,), with the percentiles of its resampled means."""
-    given = values.double().cpu()
-    batches = draw_batches(len(given), resamples, seed)
-    means = torch.cat([rows.double() @ given / len(given) for rows in batches])
-    return percentiles(means, float(given.mean()), level)
+    numbers = values.double().cpu()
+    batches = draw_batches(len(numbers), resamples, seed)
+    means = torch.cat([rows.double() @ numbers / len(numbers) for rows in batches])
+    return percentiles(means, float(numbers.mean()), level)
 
 
 def percentiles(resampled: Tensor, value: float, level: float = LEVEL) -> Estimate:

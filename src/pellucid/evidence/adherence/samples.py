@@ -67,7 +67,7 @@ class ImageSettings:
 
     def images(self, pipe: Maker, prompts: Sequence[str], first: int, **extra: Any) -> list[Image.Image]:
         """One image a prompt; the first of them is image number `first`."""
-        made: list[Image.Image] = pipe(
+        images: list[Image.Image] = pipe(
             list(prompts),
             seed=[self.seed + first + i for i in range(len(prompts))],
             sampler=self.sampler,
@@ -75,14 +75,14 @@ class ImageSettings:
             guidance=self.guidance,
             **extra,
         ).images
-        if len(made) != len(prompts):
-            raise PellucidError(rule("images", f"{len(prompts)}, one per prompt", len(made)), "making")
-        return made
+        if len(images) != len(prompts):
+            raise PellucidError(rule("images", f"{len(prompts)}, one per prompt", len(images)), "making")
+        return images
 
 
 @torch.no_grad()
 def through(vae: Any, images: Tensor) -> Tensor:
     """(B, 3, H, W) in [−1, 1], encoded and decoded again, in steps of 8 bits."""
     weight = next(vae.parameters())
-    made = vae.decode(vae.encode(images.to(weight)).mean).float().clamp(-1, 1)
-    return (made.add(1).mul(127.5).round() / 127.5 - 1).to(images.device)
+    decoded = vae.decode(vae.encode(images.to(weight)).mean).float().clamp(-1, 1)
+    return (decoded.add(1).mul(127.5).round() / 127.5 - 1).to(images.device)

@@ -105,9 +105,9 @@ class AdherenceStudy(Study[AdherenceConfig, AdherenceBatch]):
         super().__init__(config, folder, shard)
 
     @classmethod
-    def open(cls, config: AdherenceConfig, folder: Path, shard: ShardNumber = (0, 1), **given: Any) -> Self:
-        """`given` is the `device`."""
-        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **given)
+    def open(cls, config: AdherenceConfig, folder: Path, shard: ShardNumber = (0, 1), **resources: Any) -> Self:
+        """`resources` is the `device`."""
+        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **resources)
         return cls(config, folder, pipe, pipe.device, shard, fingerprint.of_model(pipe.components))
 
     @property
@@ -167,13 +167,13 @@ class AdherenceStudy(Study[AdherenceConfig, AdherenceBatch]):
             for i, ((caption, query), image) in enumerate(pairs)
         ]
 
-    def images(self, wanted: list[GradedImage]) -> list[Image.Image]:
+    def images(self, chosen: list[GradedImage]) -> list[Image.Image]:
         """The images of some, in their order."""
         size = self.config.making.batch
         held: dict[int, list[Image.Image]] = {}
-        for first in sorted({one.number // size * size for one in wanted}):
+        for first in sorted({one.number // size * size for one in chosen}):
             held[first] = sheets.read_tiles(self.place(first), len(self.asked[first : first + size]))
-        return [held[one.number // size * size][one.number % size] for one in wanted]
+        return [held[one.number // size * size][one.number % size] for one in chosen]
 
 
 # --- Figures --------------------------------------------------------------------------------------------------------

@@ -74,11 +74,11 @@ def _encoded(vae: Any, pixels: Tensor) -> Tensor:
     first = next(vae.parameters())
     multiple = vae.config.factor
     height, width = (side - side % multiple for side in pixels.shape[-2:])
-    made = []
+    latents = []
     for part in (pixels[..., :height, :width] * 2 - 1).split(_BATCH):
         mean = vae.encode(part.to(first.device, first.dtype)).mean
-        made.append(to_diffusion(vae.config, mean).float().cpu())
-    return torch.cat(made)
+        latents.append(to_diffusion(vae.config, mean).float().cpu())
+    return torch.cat(latents)
 
 
 def spread_of(latents: Tensor) -> tuple[float, float, float]:
@@ -101,7 +101,7 @@ _SENSE = 1e6  # what no activation of a sound network passes
 
 
 @dataclass(frozen=True)
-class Range:
+class NumberRange:
     """Of the finite numbers of some tensors; `broken` counts the others."""
 
     low: float = 0.0
@@ -123,8 +123,8 @@ class BrokenModule:
     path: str
     kind: str
     dtype: torch.dtype
-    inputs: Range
-    outputs: Range
+    inputs: NumberRange
+    outputs: NumberRange
     between: bool = False  # made by no module, but by the code of this one, between its parts
     weights: int = 0  # numbers of its own weights that are not finite
     in_float32: float | None = None  # the largest number that it makes of the same input, where it can be tried
@@ -168,7 +168,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _range_of(tree: Any) -> Range:
+def _range_of(tree: Any) -> NumberRange:
     lows, highs, broken = [0.0], [0.0], 0
     for tensor in _tensors(tree):
         low, high = (float(end) for end in tensor.aminmax())
@@ -180,7 +180,7 @@ def _range_of(tree: Any) -> Range:
             low, high = (float(end) for end in finite.aminmax())
         lows.append(low)
         highs.append(high)
-    return Range(min(lows[1:], default=0.0), max(highs[1:], default=0.0), broken)
+    return NumberRange(min(lows[1:], default=0.0), max(highs[1:], default=0.0), broken)
 
 
 @torch.no_grad()
@@ -188,10 +188,10 @@ def _largest_in_float32(module: nn.Module, args: Any, kwargs: Any) -> float | No
     """The largest number that a module makes of its inputs in float32; None where one is not finite."""
     try:
         # forward itself: the copy carries the hooks of the module, which are not to see this
-        made = _range_of(copy.deepcopy(module).float().forward(*_widened(args), **_widened(kwargs)))
+        outputs = _range_of(copy.deepcopy(module).float().forward(*_widened(args), **_widened(kwargs)))
     except (RuntimeError, TypeError, ValueError):
         return None
-    return None if made.broken else made.most
+    return None if outputs.broken else outputs.most
 
 
 def _widened(tree: Any) -> Any:

@@ -512,14 +512,14 @@ class _Drawing:
 
 def page(graph: Graph) -> Page:
     """A page that needs no network: the drawing, and tables of bytes, milliseconds and blocks."""
-    made = Page(title(graph), " · ".join(subtitle(graph))).add(_Drawing(graph))
-    made.add(Table("Components", component_columns(graph), tuple(components(graph))))
+    document = Page(title(graph), " · ".join(subtitle(graph))).add(_Drawing(graph))
+    document.add(Table("Components", component_columns(graph), tuple(components(graph))))
     if graph.times is not None:
-        made.add(Table("Time", CLOCK, tuple(clock(graph))))
+        document.add(Table("Time", CLOCK, tuple(clock(graph))))
     for node in graph.components():
         if node.blocks:
-            made.add(Table(f"Blocks of {node.name}", ANATOMY, tuple(anatomy_cells(node))))
-    return made.add(*(Text(f"! {note}") for note in graph.notes))
+            document.add(Table(f"Blocks of {node.name}", ANATOMY, tuple(anatomy_cells(node))))
+    return document.add(*(Text(f"! {note}") for note in graph.notes))
 
 
 # --- Mermaid --------------------------------------------------------------------------------------------------------

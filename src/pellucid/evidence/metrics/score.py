@@ -93,7 +93,7 @@ def measure_cached(
         with contextlib.suppress(PellucidError):  # a damaged cache is no error: it is made again
             return _read_features(path, images.name).to(network.device)
     found = measure(images, network, batch, progress)
-    if not found.skipped:  # what was skipped would not be told the next time
+    if not found.skipped:  # or what was skipped would not be named the next time
         with contextlib.suppress(OSError):  # a full or read-only disk costs time, not the result
             folder.mkdir(parents=True, exist_ok=True)
             _write_features(found, path)
@@ -190,20 +190,20 @@ def _estimate_json(one: Estimate) -> dict[str, Any]:
 def score(
     images: FeatureSet,
     reference: FeatureSet,
-    asked: ScoreConfig | None = None,
+    config: ScoreConfig | None = None,
     progress: Callable[[], object] | None = None,
 ) -> Score:
-    """FID and, where both sides have features, KID, precision and recall. `progress`: called `stages(asked)` times."""
-    asked, done = asked or ScoreConfig(), progress or (lambda: None)
+    """FID and, where both sides have features, KID, precision and recall. `progress`: called `stages(config)` times."""
+    config, done = config or ScoreConfig(), progress or (lambda: None)
     notes = [*images.notes(), *reference.notes(), *_notes_on(images, reference)]
     x, y = images.features, reference.features
     distance = Estimate(fid(reference.statistics, images.statistics))
     done()
-    if x is not None and asked.resamples:
+    if x is not None and config.resamples:
         against = reference.statistics.to(x.device)
-        resampled = fid_interval(x, against, asked.fid_resamples, asked.seed, asked.level, done)
+        resampled = fid_interval(x, against, config.fid_resamples, config.seed, config.level, done)
         distance = replace(resampled, value=distance.value)
-    found: dict[str, Any] = {} if x is None or y is None else _pairwise(x, y.to(x.device), asked, done)
+    found: dict[str, Any] = {} if x is None or y is None else _pairwise(x, y.to(x.device), config, done)
     return Score(
         images.name,
         images.count,
@@ -215,26 +215,26 @@ def score(
     )
 
 
-def stages(asked: ScoreConfig) -> int:
+def stages(config: ScoreConfig) -> int:
     """How often `score` reports progress, at most."""
-    return 1 + asked.fid_resamples + 4
+    return 1 + config.fid_resamples + 4
 
 
-def _pairwise(x: torch.Tensor, y: torch.Tensor, asked: ScoreConfig, done: Callable[[], object]) -> dict[str, Any]:
+def _pairwise(x: torch.Tensor, y: torch.Tensor, config: ScoreConfig, done: Callable[[], object]) -> dict[str, Any]:
     """What needs the features of both sides (N, D), (M, D)."""
-    subsets = kid(x, y, asked.subsets, asked.subset, asked.seed)
+    subsets = kid(x, y, config.subsets, config.subset, config.seed)
     done()
     exact = Estimate(kid_exact(x, y))
     done()
-    if asked.resamples:
-        exact = kid_interval(x, y, asked.resamples, asked.seed, asked.level, value=exact.value)
+    if config.resamples:
+        exact = kid_interval(x, y, config.resamples, config.seed, config.level, value=exact.value)
     done()
-    both = precision_recall(x, y, asked.neighbours)
+    both = precision_recall(x, y, config.neighbours)
     done()
     shares = {"precision": Estimate(both.precision), "recall": Estimate(both.recall)}
-    if asked.resamples:
+    if config.resamples:
         for name, inside in (("precision", both.inside), ("recall", both.reached)):
-            found = mean_interval(inside, asked.resamples, asked.seed, asked.level)
+            found = mean_interval(inside, config.resamples, config.seed, config.level)
             shares[name] = replace(found, value=shares[name].value)
     return {"kid": exact, "kid_subsets": subsets, **shares}
 

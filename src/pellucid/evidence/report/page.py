@@ -265,10 +265,10 @@ def sheet(images: Sequence[Image.Image], side: int, columns: int) -> Image.Image
     width, height = chosen[0].size
     columns = min(columns, len(chosen))
     gap, rows = 2, math.ceil(len(chosen) / columns)
-    whole = Image.new("RGB", (columns * (width + gap) - gap, rows * (height + gap) - gap), "white")
+    canvas = Image.new("RGB", (columns * (width + gap) - gap, rows * (height + gap) - gap), "white")
     for i, one in enumerate(chosen):
-        whole.paste(one, (i % columns * (width + gap), i // columns * (height + gap)))
-    return whole
+        canvas.paste(one, (i % columns * (width + gap), i // columns * (height + gap)))
+    return canvas
 
 
 def thumb(image: Image.Image, side: int) -> Image.Image:
@@ -310,14 +310,14 @@ class Page:
         )
 
     def body(self) -> str:
-        made, together = [], False
+        parts, together = [], False
         for part in self.parts:
             chart = isinstance(part, Chart | Drawing) and not part.wide
             if chart != together:
-                made.append('<div class="charts">\n' if chart else "</div>\n")
+                parts.append('<div class="charts">\n' if chart else "</div>\n")
             together = chart
-            made.append(part.html())
-        return "".join(made) + ("</div>" if together else "")
+            parts.append(part.html())
+        return "".join(parts) + ("</div>" if together else "")
 
     def write(self, path: Path) -> Path:
         """A file that is whole or absent."""

@@ -160,11 +160,11 @@ def measure_images(
     device: torch.device | str = "cpu",
 ) -> Row:
     """All figures of the images of some prompts, `seeds` of each in turn."""
-    given = to_tensor(images).to(device)
-    pixels = (given + 1) / 2
+    signed = to_tensor(images).to(device)
+    pixels = (signed + 1) / 2
     found = _looks_of(pixels)
     if queries is not None:
-        verdicts = [judged(reading, query) for reading, query in zip(scenes.read(given), queries, strict=True)]
+        verdicts = [judged(reading, query) for reading, query in zip(scenes.read(signed), queries, strict=True)]
         found |= {  # all right, the share of attributes that are right, and whether colours bled (None: not told)
             "right": [int(one.right) for one in verdicts],
             "attributes": [round(sum(one.marks.values()) / len(one.marks), _DIGITS) for one in verdicts],
@@ -336,9 +336,9 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
         super().__init__(config, folder, shard)
 
     @classmethod
-    def open(cls, config: GuidanceStudyConfig, folder: Path, shard: ShardNumber = (0, 1), **given: Any) -> Self:
-        """`given` is the `device`."""
-        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **given)
+    def open(cls, config: GuidanceStudyConfig, folder: Path, shard: ShardNumber = (0, 1), **resources: Any) -> Self:
+        """`resources` is the `device`."""
+        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **resources)
         judge = None if config.clip is None else Judge.load(config.clip, pipe.device)
         return cls(config, folder, pipe, judge, pipe.device, shard, fingerprint.of_model(pipe.components))
 
@@ -383,22 +383,22 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
             return self.truth()
         seeds, last = self.config.seeds, cell.first + self.together
         texts = [text for text in self.asked.texts[cell.first : last] for _ in range(seeds)]
-        made = self.images(cell, texts)
+        images = self.images(cell, texts)
         self.claim()  # only once there is an image to keep
-        self.keep(made, cell)
+        self.keep(images, cell)
         queries = self.asked.queries
         own = None if queries is None else [query for query in queries[cell.first : last] for _ in range(seeds)]
-        row = measure_images(made, texts, own, self.judge, seeds, self.device)
-        return {"size": list(made[0].size), "figures": row}
+        row = measure_images(images, texts, own, self.judge, seeds, self.device)
+        return {"size": list(images[0].size), "figures": row}
 
     def images(self, cell: GuidanceBatch, texts: Sequence[str]) -> list[Image.Image]:
         """All images of a record, `seeds` for each prompt in turn, in batches that the machine can hold."""
         assert self.pipe is not None
         making, number = self.config.making(cell.guidance), cell.first * self.config.seeds
-        made: list[Image.Image] = []
+        images: list[Image.Image] = []
         for start in making.firsts(len(texts)):
-            made += making.images(self.pipe, texts[start : start + making.batch], number + start)
-        return made
+            images += making.images(self.pipe, texts[start : start + making.batch], number + start)
+        return images
 
     def truth(self) -> dict[str, Any]:
         """The true images: those that were given, or of the scenes that were asked for."""
@@ -412,9 +412,9 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
 
     # --- images for the report ----------------------------------------------------------------------------------
 
-    def keep(self, made: list[Image.Image], cell: GuidanceBatch) -> None:
+    def keep(self, images: list[Image.Image], cell: GuidanceBatch) -> None:
         """The first image of each of the first prompts."""
-        chosen = made[:: self.config.seeds][: max(0, PROMPTS_SHOWN - cell.first)]
+        chosen = images[:: self.config.seeds][: max(0, PROMPTS_SHOWN - cell.first)]
         if chosen:
             sheets.write_tiles(chosen, self.place(cell.guidance, cell.first))
 

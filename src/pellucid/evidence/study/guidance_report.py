@@ -91,8 +91,8 @@ class GuidanceReport:
         found = results_of(study)
         if found is None:
             raise PellucidError("a cell of the study must be whole for a report; got none yet.", "study-empty")
-        given = rule_ranges(found)
-        return GuidanceReport(found, given, recommendation_of(found, given))
+        ranges = rule_ranges(found)
+        return GuidanceReport(found, ranges, recommendation_of(found, ranges))
 
     def plain(self) -> dict[str, Any]:
         found, config = self.found, self.found.study.config
@@ -136,13 +136,13 @@ def write(study: GuidanceStudy) -> GuidanceReport:
 
 def headline(report: GuidanceReport) -> str:
     study = report.found.study
-    config, asked = study.config, study.asked
-    whole = len(report.found.cells)
+    config, prompts = study.config, study.asked
+    complete = len(report.found.cells)
     words = (
-        f"{config.model} · {len(asked)} prompts × {config.seeds} seeds · {whole} guidances · {config.sampler}, "
+        f"{config.model} · {len(prompts)} prompts × {config.seeds} seeds · {complete} guidances · {config.sampler}, "
         f"{config.steps} steps"
     )
-    left = len(study.guidances) - whole
+    left = len(study.guidances) - complete
     return words if not left else f"{words} · unfinished: {left} guidances are missing"
 
 
@@ -194,15 +194,15 @@ def _cell_table(report: GuidanceReport) -> Table:
 def _chart(report: GuidanceReport, name: str) -> Chart:
     kind = KINDS[name]
     times = 100 if kind.percent else 1
-    made = []
+    series = []
     for line in report.lines:
         held = [(one, figure) for one in line.cells if (figure := one.cell.figures.get(name)) is not None]
         scales, shown = [one.scale for one, _ in held], [figure.times(times) for _, figure in held]
         labels = [f"{_state_words(one)}\n{one.cell.guidance}" for one, _ in held]
-        made.append(Series.of(line.rule, scales, shown, labels=labels, href=[one.cell.guidance for one, _ in held]))
+        series.append(Series.of(line.rule, scales, shown, labels=labels, href=[one.cell.guidance for one, _ in held]))
     x = Axis("guidance scale", ticks=report.found.study.config.scales)
     y = Axis(kind.title + (", %" if kind.percent else ""))
-    return Chart(kind.title.capitalize(), made, x, y, _marks(report, name))
+    return Chart(kind.title.capitalize(), series, x, y, _marks(report, name))
 
 
 def _marks(report: GuidanceReport, name: str) -> list[Mark]:
@@ -248,12 +248,12 @@ def _sheet(report: GuidanceReport, path: Path) -> Path:
 
 
 def _page(report: GuidanceReport, span: Drawing, drawn: list[Chart]) -> Page:
-    made = Page("Guidance", headline(report)).add(Text(report.advice.words, "Recommendation"))
+    page = Page("Guidance", headline(report)).add(Text(report.advice.words, "Recommendation"))
     if report.advice.guidance is not None:
-        made.add(Code(command(report.found.study.config, report.advice.guidance)))
-    made.add(*(Text(words) for words in doubts(report.found)))
-    made.add(span, range_table(report), Text("", "Charts"), *drawn, _images(report), _cell_table(report))
-    return made.add(Code(report.found.study.text, "Config"))
+        page.add(Code(command(report.found.study.config, report.advice.guidance)))
+    page.add(*(Text(words) for words in doubts(report.found)))
+    page.add(span, range_table(report), Text("", "Charts"), *drawn, _images(report), _cell_table(report))
+    return page.add(Code(report.found.study.text, "Config"))
 
 
 def command(config: GuidanceStudyConfig, guidance: str) -> str:

@@ -202,14 +202,14 @@ def best_cell(found: GuidanceResults) -> GuidanceCell:
 
 
 def rule_ranges(found: GuidanceResults) -> list[RuleRange]:
-    made = []
+    ranges = []
     for words in found.study.config.rules:
         cells = tuple(
             RatedScale(words, scale, cell, _adherent(found, cell), faults_of(found, cell))
             for scale, cell in found.line(words)
         )
-        made.append(RuleRange(words, cells, _range_around_best(cells, found.adherence)))
-    return made
+        ranges.append(RuleRange(words, cells, _range_around_best(cells, found.adherence)))
+    return ranges
 
 
 def _adherent(found: GuidanceResults, cell: GuidanceCell) -> bool:
@@ -255,19 +255,19 @@ def _range_around_best(cells: tuple[RatedScale, ...], adherence: str) -> tuple[R
     return cells[first : last + 1]
 
 
-def recommendation_of(found: GuidanceResults, given: list[RuleRange]) -> Recommendation:
+def recommendation_of(found: GuidanceResults, ranges: list[RuleRange]) -> Recommendation:
     """The most adherent useful scale of the first rule that is not measurably worse than the best useful one.
 
     Measurably: the 95 % interval of the mean difference, prompt by prompt, leaves out zero. Rules count in the order in
     which they were given, so that a plain one is not left for a difference that cannot be seen.
     """
-    useful = ([one for one in line.cells if one.useful] for line in given)
+    useful = ([one for one in line.cells if one.useful] for line in ranges)
     tops = [max(own, key=lambda one: _adherence_value(found, one.cell)) for own in useful if own]
     if not tops:
         return _no_recommendation(found)
     top = max(tops, key=lambda one: _adherence_value(found, one.cell))
     chosen = next(one for one in tops if not worse(found, one.cell, top.cell))
-    return Recommendation(_recommendation_words(found, chosen, given), chosen.cell.guidance, chosen)
+    return Recommendation(_recommendation_words(found, chosen, ranges), chosen.cell.guidance, chosen)
 
 
 def _adherence_value(found: GuidanceResults, cell: GuidanceCell) -> float:
@@ -294,8 +294,8 @@ def doubts(found: GuidanceResults) -> list[str]:
     ]
 
 
-def _recommendation_words(found: GuidanceResults, chosen: RatedScale, given: list[RuleRange]) -> str:
-    line = next(line for line in given if line.rule == chosen.rule)
+def _recommendation_words(found: GuidanceResults, chosen: RatedScale, ranges: list[RuleRange]) -> str:
+    line = next(line for line in ranges if line.rule == chosen.rule)
     kind, figure = KINDS[found.adherence], chosen.cell.figures[found.adherence]
     figures, known = chosen.cell.figures, found.reference.values
     looks = [

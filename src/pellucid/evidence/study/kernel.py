@@ -94,9 +94,9 @@ class Study(ABC, Generic[Config, Cell]):
         self.reload()
 
     @classmethod
-    def open(cls, config: Config, folder: Path, shard: ShardNumber = (0, 1), **given: Any) -> Self:
-        """The study with all that its cells need; what is `given` can be sent to another process."""
-        return cls(config, folder, shard, **given)
+    def open(cls, config: Config, folder: Path, shard: ShardNumber = (0, 1), **resources: Any) -> Self:
+        """The study with all that its cells need; `resources` can be sent to another process."""
+        return cls(config, folder, shard, **resources)
 
     # --- what a study says of itself ------------------------------------------------------------------------------
 
@@ -194,15 +194,15 @@ def run_study(
     processes: int = 1,
     ray: int = 0,
     bar: ProgressBar = no_bar,
-    **given: Any,
+    **resources: Any,
 ) -> Any:
-    """From a config to its report: makes what is missing, here or over processes; the results. `given` is what
-    `kind.open` takes besides."""
+    """From a config to its report: makes what is missing, here or over processes; the results. `resources` is
+    what `kind.open` takes besides."""
     if kind.charts:
         charts.require()
-    study = kind.open(config, folder, **given)
+    study = kind.open(config, folder, **resources)
     if processes != 1 or ray:
-        _share_out(study, processes, ray, bar, given)
+        _share_out(study, processes, ray, bar, resources)
         study.reload()
     study.run(bar)
     study.finish(bar)
@@ -213,34 +213,36 @@ def run_study(
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one process is told; all of it can be sent to another machine. `folder` must be the same place there."""
+class WorkShare:
+    """What one process gets; all of it can be sent to another machine. `folder` must be the same place there."""
 
     kind: type[Study[Any, Any]]
     config: Any
     folder: str
     index: int
     count: int
-    given: Mapping[str, Any] = field(default_factory=dict)
+    resources: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 0  # of torch; 0 leaves them
     parent: int = 0  # process whose end is this one's too; 0 for none
 
 
-def make_share(share: Share) -> None:
+def make_share(share: WorkShare) -> None:
     if share.threads:
         import torch
 
         torch.set_num_threads(share.threads)
-    study = share.kind.open(share.config, Path(share.folder), (share.index, share.count), **share.given)
+    study = share.kind.open(share.config, Path(share.folder), (share.index, share.count), **share.resources)
     orphaned = (lambda: os.getppid() != share.parent) if share.parent else (lambda: False)
     study.run(stopped=orphaned)
     if orphaned():
         os._exit(1)  # a pool's process would wait for work for ever
 
 
-def _share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBar, given: Mapping[str, Any]) -> None:
+def _share_out(
+    study: Study[Any, Any], processes: int, ray: int, bar: ProgressBar, resources: Mapping[str, Any]
+) -> None:
     """Everything that is missing, over processes or over Ray."""
-    if given.get("pipe") is not None or given.get("pipes"):
+    if resources.get("pipe") is not None or resources.get("pipes"):
         must = "left out for a pipeline that is given: other processes load a model by its name"
         raise PellucidError(rule("processes, ray", must, (processes, ray)), "shard")
     if processes != 1 and ray:
@@ -252,7 +254,7 @@ def _share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBa
         raise PellucidError(rule(name, must, count, study.parts_advice), "shard")
     study.claim()
     place = study.folder.resolve() if ray else study.folder
-    shares = [Share(type(study), study.config, str(place), index, count, given) for index in range(count)]
+    shares = [WorkShare(type(study), study.config, str(place), index, count, resources) for index in range(count)]
     if ray:
         over_ray(shares)
         return
@@ -260,13 +262,13 @@ def _share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBa
         over_processes(shares, done)
 
 
-def over_processes(shares: Sequence[Share], done: Callable[[int], object] = lambda count: None) -> None:
-    """Each in a process of this machine; `done` is told the cells as their records come."""
+def over_processes(shares: Sequence[WorkShare], done: Callable[[int], object] = lambda count: None) -> None:
+    """Each in a process of this machine; `done` is called with the number of new records."""
     threads = max(1, (os.cpu_count() or 1) // len(shares))
-    told = [replace(share, threads=threads, parent=os.getpid()) for share in shares]
+    own_shares = [replace(share, threads=threads, parent=os.getpid()) for share in shares]
     try:
-        with ProcessPoolExecutor(len(told), mp_context=get_context("spawn")) as pool:
-            wait_for([pool.submit(make_share, share) for share in told], Path(shares[0].folder), done)
+        with ProcessPoolExecutor(len(own_shares), mp_context=get_context("spawn")) as pool:
+            wait_for([pool.submit(make_share, share) for share in own_shares], Path(shares[0].folder), done)
     except BrokenProcessPool:
         words = "a process of the study must live to its end; one was killed. Run the same again: it goes on."
         raise PellucidError(words, "shard-killed") from None
@@ -288,7 +290,7 @@ def _records_in(folder: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("records*.jsonl"))
 
 
-def over_ray(shares: Sequence[Share]) -> None:
+def over_ray(shares: Sequence[WorkShare]) -> None:
     """Each as a task of Ray. The folder and the model must be in reach of every machine under these names."""
     try:
         import ray
@@ -297,7 +299,7 @@ def over_ray(shares: Sequence[Share]) -> None:
         raise PellucidError(f"ray must be installed to work over it; got none. {advice}", "missing-extra") from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    gpus = 1 if str(shares[0].given.get("device")).startswith("cuda") else 0
+    gpus = 1 if str(shares[0].resources.get("device")).startswith("cuda") else 0
     task = ray.remote(num_gpus=gpus)(make_share) if gpus else ray.remote(make_share)
     ray.get([task.remote(share) for share in shares])
 

@@ -264,12 +264,12 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
             self.say(f"features of {min(c.reference, len(images)):,} training images")
             self.judge = TrainingJudge.of(images, self.inception, c.reference, c.neighbours, self.folder / _FEATURES)
         last = main and cell.step == c.points[-1]
-        made = self.images(trainer, cell.ema, cell.grid, c.final_samples if last else c.samples)
+        samples = self.images(trainer, cell.ema, cell.grid, c.final_samples if last else c.samples)
         if main:
             path = self.folder / IMAGES / f"{trainer.folder.name}-{cell.step:08d}.png"
             path.parent.mkdir(exist_ok=True)
-            put(path, Image.fromarray(sheet(made[:64].float() / 255)).save)
-        found = self.judge.features(made)
+            put(path, Image.fromarray(sheet(samples[:64].float() / 255)).save)
+        found = self.judge.features(samples)
         score = self.judge.score(found)
         if last:
             spread = self.judge.fid_interval(found, score["fid"], c.resamples)
@@ -285,10 +285,10 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
         """(count, 3, H, W) uint8 from the running mean of one length."""
         task, at_once, dtype = _denoising(trainer), min(self.config.batch, count), _half_of(trainer)
         with _averaged(trainer, ema) as ask:
-            made = task.sampling(grid).batches(
+            batches = task.sampling(grid).batches(
                 ask, task.shape, count, _SAMPLE_SEED, device=task.device, batch=at_once, dtype=dtype
             )
-            return torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
+            return torch.cat([to_bytes(batch.add(1).div(2)) for batch in batches])
 
     def last_calls(self, trainer: Trainer, ema: float, grid: str) -> Tensor | None:
         """Training images, noised to the level of the last call and denoised by it: their KID is what the end of the
@@ -300,8 +300,8 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
             return None
         sampling, x0 = _denoising(trainer).sampling(grid), images[chosen].float().div(127.5).sub(1)
         with _averaged(trainer, ema) as ask:
-            made = sampling.last_calls(ask, x0, _SAMPLE_SEED, batch=at_once, dtype=_half_of(trainer))
-            return torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
+            batches = sampling.last_calls(ask, x0, _SAMPLE_SEED, batch=at_once, dtype=_half_of(trainer))
+            return torch.cat([to_bytes(batch.add(1).div(2)) for batch in batches])
 
     def results(self) -> ScheduleResults:
         return ScheduleResults.read(self.folder)

@@ -118,12 +118,12 @@ class Subject:
         must = "a loaded pipeline, or a diffusers one in pellucid.wrap"
         raise PellucidError(rule("model", must, type(pipe).__name__), "study-model")
 
-    def make(self, asked: list[str], seeds: list[int], **how: Any) -> StudyImages:
+    def make(self, inputs: list[str], seeds: list[int], **how: Any) -> StudyImages:
         """One image for each of `asked`, with these seeds."""
         if self.asks == "prompt":
-            found = self.pipe(asked, seed=seeds, **how)
+            found = self.pipe(inputs, seed=seeds, **how)
         elif self.asks == "label":
-            labels = [one if (number := whole(one)) is None else number for one in asked]
+            labels = [one if (number := whole(one)) is None else number for one in inputs]
             found = self.pipe(label=labels, seed=seeds, **how)
         else:
             found = self.pipe(n=len(seeds), seed=seeds, **how)

@@ -121,8 +121,8 @@ class _VaePreview(Preview):
 def decode(vae: Any, x0: Tensor) -> Tensor:
     """Latents as diffusion has them → images in [0, 1], one at a time."""
     weight = next(vae.parameters())
-    made = [vae.decode(from_diffusion(vae.config, one[None]).to(weight)) for one in x0]
-    return (torch.cat(made).float().cpu() / 2 + 0.5).clamp(0, 1)
+    images = [vae.decode(from_diffusion(vae.config, one[None]).to(weight)) for one in x0]
+    return (torch.cat(images).float().cpu() / 2 + 0.5).clamp(0, 1)
 
 
 def preview_for(x0: Tensor, vae: Any = None) -> Preview | None:

@@ -16,7 +16,7 @@ from pellucid.evidence.statistics import mean_interval
 from pellucid.evidence.study.kernel import ProgressBar, check_whole, no_bar
 from pellucid.evidence.tune import sweep as sweeps
 from pellucid.evidence.tune import table, teacher
-from pellucid.evidence.tune.descent import Descent, Fit, TuningData, descend
+from pellucid.evidence.tune.descent import Descent, TableFit, TuningData, descend
 from pellucid.evidence.tune.model import FEWEST_PAIRS, MOST_PAIRS, Pairs, PairSets, TuningModel, make_sets, read_prompts
 from pellucid.evidence.tune.sweep import SAMPLERS, shortlist
 from pellucid.evidence.tune.table import Start, Table
@@ -119,7 +119,7 @@ def ask_teacher(model: TuningModel, pairs: Pairs, config: TuningConfig, done: Ca
     return truth
 
 
-def _run_heats(data: TuningData, config: TuningConfig, bar: ProgressBar) -> list[Fit]:
+def _run_heats(data: TuningData, config: TuningConfig, bar: ProgressBar) -> list[TableFit]:
     """Every start a little way down; a single one waits for the descent itself."""
     model, at_once = data.model, config.descent.at_once
     chosen = list(config.starts)
@@ -127,7 +127,7 @@ def _run_heats(data: TuningData, config: TuningConfig, bar: ProgressBar) -> list
         with bar("choosing starts", len(SAMPLERS) * len(sweeps.GRIDS)) as done:
             chosen = shortlist(model, data.tune, config.steps, at_once, done)
     tables = [Table.of(start, model.schedule, model.target, config.steps) for start in chosen]
-    fits = [Fit.of(table, data, at_once) for table in tables]
+    fits = [TableFit.of(table, data, at_once) for table in tables]
     short = replace(config.descent, iterations=max(config.descent.iterations // HEAT, 1))
     if len(fits) > 1:
         with bar("heats", len(fits) * short.iterations) as done:
@@ -136,7 +136,7 @@ def _run_heats(data: TuningData, config: TuningConfig, bar: ProgressBar) -> list
     return fits
 
 
-def _run_finals(fits: list[Fit], data: TuningData, config: TuningConfig, bar: ProgressBar) -> Fit:
+def _run_finals(fits: list[TableFit], data: TuningData, config: TuningConfig, bar: ProgressBar) -> TableFit:
     """The best of the heats all the way down; which of them is best after it."""
     finalists = sorted(fits, key=lambda fit: fit.best_root)[:FINALISTS]
     with bar("tuning", len(finalists) * config.descent.iterations) as done:
@@ -146,7 +146,7 @@ def _run_finals(fits: list[Fit], data: TuningData, config: TuningConfig, bar: Pr
 
 
 def _judged(
-    best: Fit, fits: list[Fit], model: TuningModel, judge: Truth, config: TuningConfig
+    best: TableFit, fits: list[TableFit], model: TuningModel, judge: Truth, config: TuningConfig
 ) -> tuple[Plan, torch.Tensor, dict[str, Any]]:
     """The tuned plan against its start and the best start, on pairs that were not used before; the better is kept."""
     at_once = config.descent.at_once
