@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from pellucid import PellucidError
 from pellucid.cli import HELP, OneLineErrors
 from pellucid.cli import score as room
-from pellucid.evidence.metrics import inception
 from pellucid.evidence.metrics.fid import Statistics, fid
 from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.metrics.inception import features
@@ -45,7 +44,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "220")
-    monkeypatch.setattr(inception, "load_inception", lambda path, device, progress: Small())
+    monkeypatch.setattr("pellucid.evidence.metrics.score.load_inception", lambda path, device, progress: Small())
     return tmp_path
 
 

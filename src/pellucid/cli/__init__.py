@@ -19,7 +19,7 @@ from pellucid import __version__
 from pellucid.cli.options import CANCELLED, HELP
 from pellucid.core.errors import PellucidError, is_out_of_memory, system_error
 
-# typer has click within it since 0.16 and beside it before: both name the class that all bad usage descends from.
+# typer has click inside it since 0.16 and depended on it before: both name the class that all bad usage descends from.
 UsageError: Any = typer.BadParameter.__mro__[1]
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SMALLER = "Ask for a smaller size, or for fewer images at once."
@@ -46,7 +46,7 @@ COMMANDS = {  # its place in the help, and what it does in a line
 
 
 class OneLineErrors(TyperGroup):
-    """A group whose errors are one line on stderr and exit code 2, whoever calls it."""
+    """A group whose errors are one line on stderr and exit code 2, for every caller."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):  # a terminal without λ gets a question mark, not a traceback
@@ -78,7 +78,7 @@ class OneLineErrors(TyperGroup):
 
 
 class LazyCommands(Mapping[str, Any]):
-    """The commands by name, each imported when it is asked for."""
+    """The commands by name, each imported when it is used."""
 
     def __getitem__(self, name: str) -> Any:
         panel, _ = COMMANDS[name]

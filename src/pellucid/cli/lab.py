@@ -32,7 +32,14 @@ _EXAMPLES = (
     "  pellucid lab reading_a_scheduler --open",
 )
 EPILOG = "\n\n".join(_EXAMPLES)
-_BLOCK = ("number", "text", "code", "printed", "seconds", "error")  # what --json says of a block, beside its figures
+_BLOCK = (
+    "number",
+    "text",
+    "code",
+    "printed",
+    "seconds",
+    "error",
+)  # what --json says of a block, apart from its figures
 _WIDTH = 100  # columns of words that are read
 _MARKS = {"passed": "[green]✓[/]", "wrong": "[red]✗[/]", "error": "[red]![/]", "not written yet": "[yellow]·[/]"}
 

@@ -91,7 +91,7 @@ def command(
 
 
 def _header(plan: Plan) -> Iterator[Text]:
-    """What the plan is, a fact a line."""
+    """What the plan is, one fact per line."""
     title = REGISTRY[plan.name].title if plan.name in REGISTRY else plan.name
     calls = "1 model call" if plan.nfe == 1 else f"{plan.nfe} model calls"
     yield Text(f"{title} ({plan.name}): {calls} (NFE)", style="bold")
@@ -201,5 +201,5 @@ def _legend(plan: Plan) -> Iterator[Text]:
         "z": "z: fresh noise",
     }
     yield Text(
-        "time is what the network is told.  " + "  ".join(said[name] for name in used if name in said), style="dim"
+        "time is what is passed to the network.  " + "  ".join(said[name] for name in used if name in said), style="dim"
     )

@@ -44,7 +44,7 @@ _OUTPUT = {
     "out": Flag(("--out",), "PATH", "A .png or a folder (default: out-SEED.png).", _OUT, Path),
     "overwrite": Flag(("--overwrite",), "", "Replace files that exist.", _OUT, bool),
     "grid_of": Flag(("--grid-of",), "AXES", 'A labelled sheet: "steps=10,20,50 x guidance=3,5,7".', _OUT),
-    "keep_cells": Flag(("--keep-cells",), "", "Keep each cell of the sheet, in a folder beside it.", _OUT, bool),
+    "keep_cells": Flag(("--keep-cells",), "", "Keep each cell of the sheet, in a folder next to it.", _OUT, bool),
     "trace": Flag(
         ("--trace",), "FILE", "Record every step; see pellucid trace. FILE-001, … of several runs.", _OUT, Path
     ),

@@ -158,7 +158,7 @@ def _request_of(jobs: Sequence[_ImageJob], fields: Mapping[str, Any]) -> Request
 
 
 def _batches(pipe: Pipeline, jobs: Sequence[_ImageJob], most: int, weighting: bool) -> Iterator[list[_ImageJob]]:
-    """Jobs in runs of at most so many. Prompts of other lengths would fill each other up: they run apart."""
+    """Jobs in runs of at most `most`. Prompts of different lengths would pad each other: they run apart."""
 
     def windows(job: _ImageJob) -> int:
         tokenizers = pipe.components.tokenizers if job.prompt else ()
@@ -452,7 +452,7 @@ class StepBar:
         self.progress.update(self.task, description=f"{at}{stage}")
 
     def begin(self, units: int, steps: int) -> None:
-        """After loading: so many images or cells, and steps of all runs together."""
+        """After loading: how many images or cells, and the steps of all runs together."""
         self.total = units
         self.progress.reset(self.task, total=steps)
         self.say("encode")

@@ -59,7 +59,9 @@ def _show(found: dict[str, Schedule], names: list[str], zero_snr: bool) -> None:
     screen = output.console()
     screen.print("Noise schedules", style="bold")
     screen.print(output.table(*columns, right=("times",), rows=rows))
-    screen.print("times: training times that the network is told. SNR = (alpha/σ)², λ = log(alpha/σ) = ½·log SNR.")
+    screen.print(
+        "times: training times as they are passed to the network. SNR = (alpha/σ)², λ = log(alpha/σ) = ½·log SNR."
+    )
     screen.print("σ is σ/alpha, or the flow's own σ. Continuous schedules: β between 1000 times.")
     if zero_snr and not names:
         screen.print("--zero-snr: continuous schedules are left out; flow and vp_cosine end at zero SNR anyway.")

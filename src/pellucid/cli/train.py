@@ -90,7 +90,7 @@ def _show_stopped(steps: int, folder: Path, config: Path, words: dict[str, Any])
 
 
 def _show_explanation(config: TrainConfig, ranks: int, *, as_json: bool) -> None:
-    """Builds the network on the CPU, and says what a run of so many ranks would do with it."""
+    """Builds the network on the CPU, and says what a run on this many ranks would do with it."""
     import torch
 
     from pellucid.train.config import chosen

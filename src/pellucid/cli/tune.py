@@ -18,7 +18,7 @@ _EXAMPLES = (
     "pellucid sample scenes-128 'a red star' --plan plan.json --guidance 4",
 )
 EPILOG = "\n\n".join(("More:", *_EXAMPLES))
-_UNRESOLVED = 3.0  # errors below so many times the teacher's own say little
+_UNRESOLVED = 3.0  # times the teacher's own error: smaller errors say little
 
 
 def command(

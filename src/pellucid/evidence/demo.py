@@ -47,7 +47,7 @@ _FOLLOWED = 4  # of them, the one that is shown on its way
 
 @dataclass(frozen=True)
 class DemoImage:
-    """An image, what it was asked to be, and whether the reader found that."""
+    """An image, its prompt, and whether the reader found what the prompt says."""
 
     prompt: str
     image: Image.Image
@@ -56,7 +56,7 @@ class DemoImage:
 
     @property
     def wrong(self) -> str:
-        """What was asked for and is not there, in words."""
+        """What the prompt says and the image does not show, in words."""
         marks = [mark for mark in self.grade.marks if mark.verdict != "right"]
         faults = [f"{mark.what}: {mark.seen or 'unreadable'}, not {mark.wanted}" for mark in marks]
         return "; ".join(faults[:2]) or (self.grade.trouble or "")
@@ -194,7 +194,7 @@ def _tick_or_cross(right: bool) -> Image.Image:
 
 
 def _draw_strip(sheet: _Sheet, moments: Sequence[Moment], prompt: str, top: int) -> None:
-    """Two lines of small images: x at falling noise, and what the network expects to come of it."""
+    """Two lines of small images: x at falling noise, and the x0 that the network predicts from it."""
     ImageDraw.Draw(sheet.image).line([(_EDGE, top), (WIDTH - _EDGE, top)], _LINE, 2)
     sheet.say("From noise to the image", 22, _STAR, (_EDGE, top + 20))
     sheet.say(prompt, _CAPTION, _DUST, (WIDTH - _EDGE, top + 25), "r")

@@ -126,7 +126,7 @@ def residual_noise(pixels: Tensor, scale: int = 1) -> Tensor:
     Immerkær's kernel (1996) sees neither planes nor straight edges along an axis; its median over the least steep half
     of the pixels, clipped ones left out, is the noise. Steepness is measured by odd filters under a blur, which white
     noise leaves independent of the even kernel, so that the choice adds no bias. Where an image is textured all over,
-    the texture counts as noise. `scale` s looks at means over s × s pixels, for grain that is coarser than a pixel.
+    the texture counts as noise. `scale` s measures means over s × s pixels, for grain that is coarser than a pixel.
 
     Kept still by: brightness, while nothing is clipped. Contrast scales it.
     """

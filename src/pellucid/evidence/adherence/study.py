@@ -1,7 +1,7 @@
 """The study of adherence: prompts that training never saw, images of them, and what each image shows.
 
-A folder holds config.json, one record per batch (what was asked for, what was read), and the images. Verdicts are made
-of the records, so that a better rule needs no new images.
+A folder holds config.json, one record per batch (the captions, and what was read in the images), and the images.
+Verdicts are made of the records, so that a better rule needs no new images.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AdherenceConfig:
 
 @dataclass(frozen=True)
 class GradedImage:
-    """One image of the study: what was asked for, and what was read in it."""
+    """One image of the study: its caption, and what was read in it."""
 
     number: int
     caption: str
@@ -181,7 +181,7 @@ class AdherenceStudy(Study[AdherenceConfig, AdherenceBatch]):
 
 @dataclass(frozen=True)
 class AdherenceFigures:
-    """Of some images. `attributes`: the share of images that have all of it right, of those that were asked for it;
+    """Of some images. `attributes`: the share of images that have all of it right, of those whose caption says it;
     `bled` of those with several shapes; `shuffled`: right by the caption of another image with as many objects."""
 
     right: Share

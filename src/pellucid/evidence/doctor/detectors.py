@@ -105,7 +105,7 @@ def _explained(seen: list[BestTime]) -> bool:
 
 
 def _at_scale(probe: Probe, factor: float) -> list[BestTime]:
-    """The best times by the probe's schedule, with data so many times as large."""
+    """The best times by the probe's schedule, with the data scaled by this factor."""
     return best_times(replace(probe, clean=probe.clean * factor), probe.target, probe.schedule)
 
 

@@ -421,7 +421,7 @@ def _built_in_probe(subject: Subject) -> Probe:
 
 
 def mixed_images(kinds: Sequence[str], count: int, size: int) -> Tensor:
-    """(N, 3, size, size): images of several kinds by turns."""
+    """(N, 3, size, size): images of several kinds in turn."""
     each = -(-count // len(kinds))
     return torch.stack([built_in_images(kind, each, size) for kind in kinds], 1).flatten(0, 1)[:count]
 

@@ -98,7 +98,7 @@ class Probe:
         return len(self.clean)
 
     def noise(self, index: int, images: range) -> Tensor:
-        """The noise of some images at the level of this number; the same whoever asks."""
+        """The noise of some images at the level of this number: the same for every caller."""
         source = Philox([_STREAMS * (index + 1) + i for i in images])
         return source.first(self.clean.shape[1:], self.clean, range(len(images)))
 

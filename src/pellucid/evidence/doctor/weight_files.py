@@ -117,7 +117,7 @@ def names(subject: Subject, components: Mapping[str, Component]) -> Iterator[Fin
 
 
 def _tensors_of(component: Component) -> dict[str, Tensor]:
-    """The weights of a component under today's names; they stay on disk until they are looked at."""
+    """The weights of a component under today's names; they are read from disk when they are used."""
     assert component.network_kind is not None
     found, _ = weights.read_folder(component.place)
     renamed = KINDS[component.network_kind].rename(found)

@@ -42,7 +42,7 @@ class _Matrix:
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Left, the calls: sigma and λ by row. Right, the weights: a line a row, a column a register."""
+    """Left, the calls: sigma and λ by row. Right, the weights: one line per row, one column per register."""
     matrix = _weights_of(plan)
     few = plan.nfe <= _NUMBERED_ROWS
     width = 6.2 + _CELL * matrix.edges[-1]

@@ -50,7 +50,7 @@ class Judge:
 
     @staticmethod
     def load(where: str | Path, device: torch.device | str | None = None) -> Judge:
-        """From the folder of a transformers CLIPModel; its tokenizer lies in it, in its tokenizer/, or beside it."""
+        """From the folder of a transformers CLIPModel; its tokenizer is there, in tokenizer/, or in ../tokenizer/."""
         folder = source.locate(where)
         if not folder.is_dir():
             raise PellucidError(rule("CLIP", "the folder of a CLIPModel", str(where)), "clip-folder")

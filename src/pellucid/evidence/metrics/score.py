@@ -151,7 +151,7 @@ class ScoreConfig:
 
 @dataclass(frozen=True)
 class Score:
-    """Everything that was measured; what was not is None, and `notes` say why and what to heed."""
+    """Everything that was measured; what was not is None, and `notes` say why, and what to be careful with."""
 
     images: str
     count: int

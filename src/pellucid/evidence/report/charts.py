@@ -140,7 +140,7 @@ def legend(figure: Figure, axes: Axes | Sequence[Axes], note: str = "") -> Legen
 
 
 def number_text(value: float, digits: int = 4) -> str:
-    """A number for an axis, the pointer or a table, with so many significant digits."""
+    """A number for an axis, the pointer or a table, with this many significant digits."""
     if value and not 1e-4 <= abs(value) < 1e7:
         return f"{value:.{min(digits, 3) - 1}e}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
     text = f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"

@@ -138,7 +138,7 @@ function enliven(chart) {
 }
 """
 
-# Images by cell: what is asked for comes beside what was shown before.
+# Images by cell: the cell that is chosen appears next to the one that was shown before.
 _SCRIPT = """
 document.documentElement.classList.add("scripted");
 const shownAtOnce = 2;

@@ -109,7 +109,7 @@ _MAX_PROMPTS = 100_000
 
 @dataclass(frozen=True)
 class GuidancePrompts:
-    """What is asked for: `queries` where every prompt is a caption of a scene, `truth` where the scenes are known."""
+    """The prompts: `queries` where every prompt is a caption of a scene, `truth` where the scenes are known."""
 
     texts: tuple[str, ...]
     queries: tuple[Query, ...] | None = None
@@ -138,7 +138,7 @@ def _read_guidance_prompts(where: str, seed: int) -> GuidancePrompts:
 LOOKS = ("saturation", "colourfulness", "sharpness")
 _DIGITS = 6  # of a number in the records
 _TRUE_BATCH = 32  # true images
-_MAX_REFERENCE = 1000  # images of a reference that are looked at
+_MAX_REFERENCE = 1000  # images of a reference that are measured
 Row = dict[str, list[Any]]  # by figure, one value an image; of diversity one per prompt
 
 
@@ -165,7 +165,7 @@ def measure_images(
     found = _looks_of(pixels)
     if queries is not None:
         verdicts = [judged(reading, query) for reading, query in zip(scenes.read(signed), queries, strict=True)]
-        found |= {  # all right, the share of attributes that are right, and whether colours bled (None: not told)
+        found |= {  # all right, the share of attributes that are right, and whether colours bled (None: unknown)
             "right": [int(one.right) for one in verdicts],
             "attributes": [round(sum(one.marks.values()) / len(one.marks), _DIGITS) for one in verdicts],
             "bled": [None if one.bled is None else int(one.bled) for one in verdicts],
@@ -183,7 +183,7 @@ def measure_images(
 
 
 def looks_of_scenes(truth: Scenes, size: tuple[int, int], pipe: Any) -> Row:
-    """Renders of the scenes that were asked for, through the model's own VAE where it has one: the best it could do."""
+    """Renders of the scenes of the prompts, through the model's own VAE where it has one: the best it could do."""
     vae = pipe.components.vae if isinstance(pipe, Pipeline) else None
     rows = []
     for first in range(0, len(truth), _TRUE_BATCH):
@@ -344,7 +344,7 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
 
     def settings(self) -> dict[str, Any]:
         own = asdict(self.config)
-        del own["tolerance"]  # another one judges the same images anew
+        del own["tolerance"]  # the same images can be judged by another one
         return {**own, "texts": self.asked.texts, "nature": asdict(self.nature), "model_hash": self.model_hash}
 
     # --- the work -------------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
         return images
 
     def truth(self) -> dict[str, Any]:
-        """The true images: those that were given, or of the scenes that were asked for."""
+        """The true images: those of the reference, or renders of the prompts' scenes."""
         width, height = self.records.rows[0]["size"]
         if self.config.reference is not None:
             row = _looks_of_folder(self.config.reference, (width, height))

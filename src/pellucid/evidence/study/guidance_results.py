@@ -85,7 +85,7 @@ class GuidanceResults:
 
     @property
     def adherence(self) -> str:
-        """The figure that says whether images are what was asked for."""
+        """The figure that says whether images show what their prompts say."""
         return "right" if self.study.asked.queries is not None else "image_text"
 
     @property

@@ -35,7 +35,7 @@ from pellucid.interop import source
 from pellucid.train.config import parse, read
 
 _MODELS = "models"  # the folder of the sampler studies
-JUDGED = ("kid", "image_text", "right")  # measures for which somebody must look at the images
+JUDGED = ("kid", "image_text", "right")  # measures of the images themselves, for which scorers are needed
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class InteractionStudy(Study[InteractionStudyConfig, InteractionCell]):
             self.models.append(self.result_of(cell.name, study))
 
     def study_of(self, cell: InteractionCell) -> SamplerStudy:
-        """The sampler study of a model. Nobody looks at its images where the distance decides and nothing was named:
-        that costs more than making them."""
+        """The sampler study of a model. Its images are not scored where the distance decides and no scorer is
+        named: that costs more than making them."""
         c, pipe = self.config, self.pipes.get(cell.name)
         subject = Subject.open(cell.model, dtype=c.dtype, device=self.device) if pipe is None else Subject.of(pipe)
         study = SamplerStudy(c.of_model(cell.model, subject.asks), self.folder / _MODELS / cell.name, subject)
@@ -207,7 +207,7 @@ class InteractionStudy(Study[InteractionStudyConfig, InteractionCell]):
 @dataclass(frozen=True)
 class BestSetup:
     """The best set-up of one model at a budget: its figure, how often it came first in the resamples, and who else
-    cannot be told from it (the interval of the difference holds zero)."""
+    cannot be distinguished from it (the interval of the difference holds zero)."""
 
     model: str
     budget: int

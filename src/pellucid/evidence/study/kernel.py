@@ -31,7 +31,7 @@ from pellucid.interop.lock import locked
 
 Config = TypeVar("Config")
 Cell = TypeVar("Cell", bound=NamedTuple)
-ShardNumber = tuple[int, int]  # (index, count): every so many-th part of a study, for one of several processes
+ShardNumber = tuple[int, int]  # (index, count): every count-th part of a study, for one of several processes
 # (what, how much) → a context that gives a function to call after each part, or with the number of parts that are done
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[..., object]]]
 
@@ -153,7 +153,7 @@ class Study(ABC, Generic[Config, Cell]):
     # --- the work -------------------------------------------------------------------------------------------------
 
     def shares(self, count: int) -> list[list[Cell]]:
-        """The cells of each of `count` shards, which are every so many-th part."""
+        """The cells of each of `count` shards: every `count`-th part."""
         numbers: dict[Hashable, int] = {}
         found: list[list[Cell]] = [[] for _ in range(count)]
         for cell in self.cells():
@@ -235,7 +235,7 @@ def make_share(share: WorkShare) -> None:
     orphaned = (lambda: os.getppid() != share.parent) if share.parent else (lambda: False)
     study.run(stopped=orphaned)
     if orphaned():
-        os._exit(1)  # a pool's process would wait for work for ever
+        os._exit(1)  # a pool's process would wait for work forever
 
 
 def _share_out(

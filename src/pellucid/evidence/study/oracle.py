@@ -130,7 +130,7 @@ class LawSlices:
         return float((along - self.quantiles).abs().mean() / self.quantiles.std(dim=1).mean())
 
     def floor(self, mixture: Mixture, repeats: int = 20, seed: int = 1) -> float:
-        """What true draws, as many, measure on average: what no sampler can be told from being perfect below."""
+        """What as many true draws measure on average: a sampler at or below that is as good as perfect."""
         generator = torch.Generator().manual_seed(seed)
         count = self.quantiles.shape[1]
         return float(np.mean([self.distance(mixture.sample(count, generator)) for _ in range(repeats)]))
@@ -159,7 +159,7 @@ _ASTRAY = 0.5  # a point is astray where it ends further from its truth than thi
 
 @dataclass(frozen=True)
 class OracleStudyConfig:
-    """What is asked. `nfe` are budgets of model calls: a sampler takes as many steps as fit into each."""
+    """What is compared. `nfe` are budgets of model calls: a sampler takes as many steps as fit into each."""
 
     samplers: tuple[str, ...] = SAMPLERS
     nfe: tuple[int, ...] = NFE
@@ -472,7 +472,7 @@ def _firsts(lines: Sequence[OracleRun], what: str) -> list[OracleRun]:
 
 
 def agreement(a: Sequence[str], b: Sequence[str]) -> float:
-    """Kendall's τ between two orders of the names that are in both: 1 the same, −1 turned round."""
+    """Kendall's τ between two orders of the names that are in both: 1 the same, −1 reversed."""
     place = {name: i for i, name in enumerate(b)}
     signs = [1.0 if x < y else -1.0 for x, y in combinations([place[name] for name in a if name in place], 2)]
     return sum(signs) / len(signs) if signs else math.nan

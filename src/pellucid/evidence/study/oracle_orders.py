@@ -130,7 +130,7 @@ def _truth(top: float, bottom: float, steps: int = REFERENCE_STEPS) -> Tensor:
 
 
 def runge_kutta(slope: Callable[[Tensor, float], Tensor], x: Tensor, lam: float, h: float, steps: int) -> Tensor:
-    """The classical rule of order 4, from λ in so many steps of h."""
+    """The classical rule of order 4, from λ in this many steps of h."""
     for i in range(steps):
         now = lam + i * h
         k1 = slope(x, now)
@@ -262,7 +262,7 @@ NOISE_OFF: dict[str, dict[str, Any]] = {
 ALWAYS_NOISY = ("ddpm", "er_sde")
 # No order to measure: an inversion goes the other way, and LCM's network is no denoiser but jumps to x0.
 NO_ORDER = ("ddim_inversion", "lcm")
-# Noise for which the variance has no order: TCD adds a part of it anew at each step, however short.
+# Noise for which the variance has no order: TCD adds a part of it again at each step, however short.
 _NO_WEAK_ORDER = ("lcm", "tcd")
 _NOISE_KEPT = {"edm_stochastic": {"s_noise": 1.0}}  # its default adds more than the law allows, and says so
 # The slope between the last two step counts is within these of the claim. Below: the next term of the error, one h
@@ -276,7 +276,7 @@ def counts_of(sampler: str) -> tuple[int, ...]:
 
 
 def _claim_of(setup: SamplerSetup) -> int | None:
-    """The order of the registry, or the one that is asked for, which UniPC's corrector raises by one; None for other
+    """The order of the registry, or the one that is named, which UniPC's corrector raises by one; None for other
     options, which the registry says nothing of."""
     if not setup.options:
         return entry_of(setup).order

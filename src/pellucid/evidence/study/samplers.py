@@ -120,7 +120,7 @@ class SamplerFiles:
 _DIGITS = 8
 
 
-# A scorer looks at the images of one batch. `what` names its rows: another judge has another name.
+# A scorer measures the images of one batch. `what` names its rows: another judge has another name.
 ScorerOutput = tuple[dict[str, Any], Tensor | None]  # what the record says, and features (N, D) that are kept in files
 
 
@@ -198,7 +198,7 @@ def _find_inception(path: str | Path | None, device: torch.device | str) -> tupl
 
 @dataclass(frozen=True)
 class Judges:
-    """Who looks at the images, and `reasons` for what is left out, by measure."""
+    """The scorers of the images, and `reasons` for what is left out, by measure."""
 
     scorers: tuple[Scorer, ...] = ()
     inception: Inception | None = None
@@ -213,7 +213,7 @@ class Judges:
         clip: str | Path | None = None,
         reference: str | None = None,
     ) -> Judges:
-        """What was named, what lies beside the model, and what needs nothing."""
+        """What was named, what comes with the model, and what needs nothing."""
         config, subject = study.config, study.subject
         scorers: list[Scorer] = []
         reasons: dict[str, str] = {}

@@ -85,7 +85,7 @@ def _ticks(found: SamplerFigures) -> tuple[float, ...]:
 
 
 def curve(found: SamplerFigures, column: Column, axis: Axis, costs: list[float]) -> Chart:
-    """One measure against its price, a line a sampler; the front dashed, the knee ringed, where it is the main one."""
+    """One measure against its cost, one line per sampler; of the main one also front (dashed) and knee (ringed)."""
     measure, scale = column.measure, column.measure.scale
     known = column.values[np.isfinite(column.values)]
     log = measure.scaled and bool((known > 0).all())

@@ -118,7 +118,7 @@ def _processor() -> str:
 
 RESAMPLES = 1000
 _DEAR_RESAMPLES, _FID_RESAMPLES = 200, 20  # of KID beyond MANY images, and of FID
-_MANY = 2000  # images beyond which a kernel's resamples are dear
+_MANY = 2000  # images beyond which a kernel's resamples are expensive
 _TINY = 1e-12  # under a logarithm
 CLUSTERS = 10  # prompts from which on prompts are drawn again, and not single images
 
@@ -276,7 +276,7 @@ class SamplerResults:
         return replace(found, low=np.minimum(found.low, ends[:, 0]), high=np.maximum(found.high, ends[:, 1]))
 
     def attributes(self, cell: SamplerCell) -> dict[str, tuple[int, int]]:
-        """Of each attribute: in how many images it is right, of how many that were asked for it."""
+        """Of each attribute: in how many images it is right, of how many whose prompt says it."""
         found: dict[str, tuple[int, int]] = {}
         for marks in self.listed(cell, "scenes", "marks"):
             for name, right in marks.items():

@@ -74,7 +74,7 @@ class Verdict:
 def verdict(
     cells: list[SamplerCell], column: Column, latencies: list[Latency], guidance: Any, start: str | None
 ) -> Verdict:
-    """`start` begins the command to paste: the model and what it is asked; None for what has no name to load by."""
+    """`start` begins the command to paste: the model and its prompt; None for what has no name to load by."""
     measure, drawn = column.measure, column.drawn
     assert drawn is not None
     calls = np.array([cell.nfe for cell in cells], float)
@@ -190,7 +190,7 @@ def _over_range(at: Array, calls: Array, table: Array) -> Array:
 
 
 def _ranked_by_loss(means: dict[str, Array], measure: Measure) -> list[SamplerRank]:
-    """The first comes first; of samplers that differ by rounding alone, the one that was asked for first."""
+    """The first comes first; of samplers that differ by rounding alone, the one that was named first."""
     scaled, table = measure.scaled, np.stack(list(means.values()))  # (S, 1 + R)
     table = measure.loss(np.log(_tied(np.exp(table), _TIE_OF_DISTANCES)) if scaled else _tied(table, _TIE))
     order = np.argsort(table[:, 0], kind="stable")
@@ -265,11 +265,11 @@ def _of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
 _SAME_SAMPLER = (
     1e-2  # distances that agree to this part in the median are those of one sampler; rounding moves some far
 )
-UNRESOLVED = 3.0  # a distance below so many times what the converged run still moves is not told apart from it
+UNRESOLVED = 3.0  # times what the converged run still moves: a smaller distance is not resolved
 
 
 class SamplerFigures:
-    """The figures of a study, computed when they are asked for."""
+    """The figures of a study, computed on demand."""
 
     def __init__(self, study: SamplerStudy, judges: Judges, resamples: int = RESAMPLES) -> None:
         self.study, self.judges, self.cells = study, judges, study.table
@@ -335,7 +335,7 @@ class SamplerFigures:
         start = config.model + condition if isinstance(self.study.subject.pipe, Pipeline) else None
         return verdict(self.cells, self.main, self.latencies, config.guidance, start)
 
-    # --- what a reader must heed ----------------------------------------------------------------------------------
+    # --- what a reader must know -----------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
         unit = "prompts" if self.results.by_prompt else "images"
@@ -368,7 +368,7 @@ class SamplerFigures:
         return found
 
     def unresolved(self, key: str, floor: float) -> tuple[list[int], list[int]]:
-        """The cells that are compared with a converged run, and those of them that are not told apart from it."""
+        """The cells that are compared with a converged run, and those of them that cannot be distinguished from it."""
         own = [i for i, cell in enumerate(self.cells) if cell.against == key]
         return own, [i for i in own if self.columns["latent"].values[i] < UNRESOLVED * floor]
 

@@ -51,7 +51,7 @@ class TrainingJudge:
 
     network: Inception
     statistics: Statistics
-    root: Tensor  # of the covariance: the dear part of an FID, computed once
+    root: Tensor  # of the covariance: the expensive part of an FID, computed once
     some: Tensor
 
     @staticmethod
@@ -152,7 +152,7 @@ class ScheduleStudyConfig:
             return read(ScheduleStudyConfig, parse(Path(path)), "config")
 
     def run_config(self, schedule: str, seed: int) -> TrainConfig:
-        """The run of one cell: the same but for the schedule and the seed."""
+        """The run of one cell: the same except for the schedule and the seed."""
         raw = json.loads(json.dumps(to_plain(self.train)))
         task = typed(Mapping[str, Any], raw.get("task", {}), "config.train.task")
         objective = typed(Mapping[str, Any], task.get("objective", {}), "config.train.task.objective")

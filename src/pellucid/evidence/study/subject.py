@@ -35,7 +35,7 @@ SCENES = "scenes"
 
 
 def scene_count(where: str, most: int = _MAX_PROMPTS, default: int | None = None) -> int | None:
-    """How many captions of scenes are asked for: N of `scenes:N`, `default` of `scenes`; None where a file is named."""
+    """How many captions of scenes are meant: N of `scenes:N`, `default` of `scenes`; None where a file is named."""
     name, colon, count = where.partition(":")
     if name != SCENES or not (colon or default) or Path(where).exists():
         return None
@@ -45,7 +45,7 @@ def scene_count(where: str, most: int = _MAX_PROMPTS, default: int | None = None
 
 
 def read_prompts(where: str | Path | None) -> tuple[str, ...]:
-    """The lines of a text file that are not empty; `scenes:200`: so many prompts of scenes that training never saw."""
+    """The lines of a text file that are not empty; `scenes:200`: 200 prompts of scenes that training never saw."""
     if where is None:
         return ()
     if (count := scene_count(str(where))) is not None:

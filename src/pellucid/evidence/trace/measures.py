@@ -300,7 +300,7 @@ class StepBlock:
 
 
 def waits(device: torch.device) -> bool:
-    """Whether a device is asked in advance, so that calls cost more than work."""
+    """Whether calls to a device are queued ahead, so that a call costs more than its work."""
     return device.type == "cuda"
 
 

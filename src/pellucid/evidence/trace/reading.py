@@ -1,4 +1,4 @@
-"""A trace, read: the header, the numbers of each step, and its tensors when they are asked for."""
+"""Reading a trace: the header, the numbers of each step, and its tensors on demand."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded run. Tensors are read from the file when they are asked for."""
+    """A recorded run. Tensors are read from the file on demand."""
 
     path: Path
     header: Header

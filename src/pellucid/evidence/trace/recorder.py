@@ -231,7 +231,7 @@ class _Recording:
         return [*found, Entry(step_name(index, layout.CHECK), "I64", (checked,))]
 
     def entries(self, steps: int, ended: bool) -> Iterator[Entry]:
-        """All tensors of a file with so many steps, in their order."""
+        """All tensors of a file with this many steps, in their order."""
         shape = (self.header.images, *self.header.shape)
         if self.options.tensors:
             yield Entry("start", self.kind, shape)

@@ -164,7 +164,7 @@ class TableFit:
 
 
 def descend(fit: TableFit, data: TuningData, how: Descent, done: Callable[[], object] = lambda: None) -> TableFit:
-    """Tunes the knobs from the best ones, until nothing improves or for so many iterations."""
+    """Tunes the knobs from the best ones, until nothing improves or the iterations are used up."""
     fit.knobs = copied(fit.best)
     turned = [fit.knobs[name].requires_grad_() for name in KNOBS[how.what]]
     optimiser = torch.optim.Adam(turned, lr=how.rate, betas=_BETAS)

@@ -23,7 +23,7 @@ from pellucid.evidence.tune.table import Start, Table
 from pellucid.evidence.tune.teacher import ErrorSummary, Truth, errors
 
 _NAME = "tuned"
-HEAT = 4  # a heat has one in so many of the iterations
+HEAT = 4  # a heat has one in four of the iterations
 FINALISTS = 2  # starts that go on after the heats
 _MOST_WATCHED = 512  # unless more are named
 _OBJECTIVE = "the mean over pairs of √(rms distance of x0 from the converged one)"
