@@ -54,7 +54,7 @@ def grid_names(incomplete: str) -> list[str]:
 _COMPLETIONS: dict[str, Callable[[str], list[str]]] = {"samplers": sampler_names, "grids": grid_names}
 
 
-def typed(flag: Flag) -> Any:
+def _typed(flag: Flag) -> Any:
     """The flag of a field, as a type for typer."""
     complete, help = _COMPLETIONS.get(flag.names_of), flag.help.replace("[", r"\[")
     more = {"show_default": False, "autocompletion": complete}
@@ -70,7 +70,7 @@ def with_flags(flags: Mapping[str, Flag]) -> Callable[[_C], _C]:
         kept = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
         for name, flag in flags.items():
             unset = False if flag.kind is bool else None
-            kept.append(Parameter(name, Parameter.KEYWORD_ONLY, default=unset, annotation=typed(flag)))
+            kept.append(Parameter(name, Parameter.KEYWORD_ONLY, default=unset, annotation=_typed(flag)))
         command.__signature__ = own.replace(parameters=kept)  # type: ignore[attr-defined]
         return command
 

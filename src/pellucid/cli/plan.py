@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from pellucid.cli import output, plan_words
-from pellucid.cli.options import AsJson, Overwrite, Plot, option, sampler_names
+from pellucid.cli.options import AsJson, Overwrite, Plot, option, sampler_names, with_flags
 from pellucid.cli.output import short, time_text
-from pellucid.cli.sample import request_option
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import REGISTERS, Plan, Row, Weights, kept
 from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Level
 from pellucid.core.wording import named
+from pellucid.pipeline.request import Request, flags_of
 
 _FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}
 _SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # standard deviations of what an image is made of
-Grid, SamplerOption = (request_option(name, panel=None) for name in ("grid", "options"))
+_FIELDS = {"grid": "grid", "option": "options"}  # of a request, which are options here too
 _COLUMNS = ("#", "time", "alpha", "sigma", "λ")
 
 
+@with_flags({name: flags_of(Request)[field]._replace(panel=None) for name, field in _FIELDS.items()})
 def command(
     ctx: typer.Context,
     sampler: Annotated[
@@ -40,12 +41,10 @@ def command(
     target: Annotated[
         str | None, option("NAME", "What the network predicts (default: the schedule's usual one).")
     ] = None,
-    grid: Grid = None,
     steps: Annotated[int | None, option("N", "Steps (default: 20).")] = None,
     dialect: Annotated[
         str | None, option("DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", "--as")
     ] = None,
-    option: SamplerOption = None,
     final: Annotated[str | None, option("END", "Where the last step ends: zero or sigma_min.")] = None,
     as_json: AsJson = False,
     plot: Plot = None,
@@ -54,6 +53,7 @@ def command(
     ] = None,
     save: Annotated[Path | None, option("FILE", "Write the plan into this JSON file.")] = None,
     overwrite: Overwrite = False,
+    **request_words: Any,
 ) -> None:
     """Show a sampler as its table: one row is one model call, then linear updates.
 

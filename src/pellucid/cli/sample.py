@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pellucid.cli.options import MODEL_HELP, model_names, typed, with_flags
+from pellucid.cli.options import MODEL_HELP, model_names, with_flags
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.request import ADAPTERS, SPEED, WHAT, Flag, Request, flags_of, read_label, read_size
@@ -65,11 +65,6 @@ EPILOG = "\n\n".join(line.replace("[", r"\[") for line in _EXAMPLES)
 
 
 # --- The command ----------------------------------------------------------------------------------------------------
-
-
-def request_option(name: str, **changes: Any) -> Any:
-    """The flag of a request's field, for commands that take it too; with `changes`, such as another panel."""
-    return typed(flags_of(Request)[name]._replace(**changes))
 
 
 @with_flags({"from_file": _FROM, **flags_of(Request), **LOADING, **flags_of(Policy), **_OUTPUT})

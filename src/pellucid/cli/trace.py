@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Overwrite, flag, group, option
-from pellucid.cli.sample import read_options, request_option
+from pellucid.cli.options import Overwrite, flag, group, option, with_flags
+from pellucid.cli.sample import read_options
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.request import Request, flags_of
 
@@ -20,9 +20,9 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace.", show_defa
 AsJson = Annotated[bool, flag("--json", "Print it as JSON.", metavar=None)]
 Partial = Annotated[bool, flag("--partial", "Read what is whole of a trace that was cut or killed.", metavar=None)]
 Model = Annotated[str | None, option("MODEL", "The model (default: that of the recipe, where it is here).")]
-Image, Mask, Weak = (request_option(name) for name in ("image", "mask", "weak"))
-LoraFiles, ControlWords, ImagePromptWords = (request_option(name) for name in ("loras", "controls", "image_prompts"))
 Device = Annotated[str | None, option("NAME", "cpu, cuda, …")]
+# What a recipe does not hold: images and adapters
+_INPUTS = {n: flags_of(Request)[n] for n in ("image", "mask", "loras", "controls", "image_prompts", "weak")}
 
 
 @app.command("show")
@@ -102,18 +102,14 @@ def diff(
 
 
 @app.command("replay")
+@with_flags(_INPUTS)
 def replay(
     ctx: typer.Context,
     file: File,
     model: Model = None,
     device: Device = None,
-    image: Image = None,
-    mask: Mask = None,
-    loras: LoraFiles = None,
-    controls: ControlWords = None,
-    image_prompts: ImagePromptWords = None,
-    weak: Weak = None,
     as_json: AsJson = False,
+    **inputs: Any,
 ) -> None:
     """Run it again and compare every step, bit by bit. Exit 1 where it is not the same, with the step and the cause.
 
@@ -140,11 +136,10 @@ def replay(
         with output.progress("running again", trace.header.steps) as done:
             found = replays.replay_recipe(trace, options, (lambda _: done(),))
     else:  # of a bare denoiser, which no file holds: its predictions replace it
-        for name in ("image", "mask", "loras", "controls", "image_prompts", "weak", "model"):
-            if ctx.params[name]:
-                named = "--model" if name == "model" else flags_of(Request)[name].names[0]
-                must = "must be left out: the trace is of a bare denoiser, without a recipe."
-                raise PellucidError(f"{named} {must}", "usage")
+        unused = [flag.names[0] for name, flag in _INPUTS.items() if inputs[name]] + ["--model"] * bool(model)
+        if unused:
+            must = "must be left out: the trace is of a bare denoiser, without a recipe."
+            raise PellucidError(f"{unused[0]} {must}", "usage")
         found = replays.replay(trace, device=device or "cpu")
     if as_json:
         output.print_json({"way": found.way, **trace_text.comparison_dict(found.comparison)})

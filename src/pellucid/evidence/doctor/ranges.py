@@ -16,6 +16,7 @@ from pellucid.core.noise import Philox
 from pellucid.evidence.doctor.checks import Evidence, Finding, check
 from pellucid.evidence.doctor.probe import Probe, any_probe, check_callable
 from pellucid.evidence.doctor.subject import KnownImages, Subject, dtype_name
+from pellucid.evidence.statistics import Estimate, draws, percentiles
 from pellucid.models.vae import from_diffusion, to_diffusion
 from pellucid.pipeline.encoders.image_inputs import is_inpainting
 from pellucid.pipeline.pipeline import Pipeline
@@ -36,7 +37,8 @@ _SHIFTED = 0.5  # standard deviations by which the mean may be off
 def vae_scale(subject: Subject, vae: Any, data: KnownImages) -> Iterator[Finding]:
     """Do encoded images have a standard deviation of about 1?"""
     latents = _encoded(vae, data.pixels)
-    spread, low, high = spread_of(latents)
+    found = spread_of(latents)
+    spread, low, high = found.value, found.low, found.high
     factor = float(vae.config.scaling_factor)
     right = factor / max(spread, _TINY)
     facts = (
@@ -81,18 +83,13 @@ def _encoded(vae: Any, pixels: Tensor) -> Tensor:
     return torch.cat(latents)
 
 
-def spread_of(latents: Tensor) -> tuple[float, float, float]:
+def spread_of(latents: Tensor) -> Estimate:
     """The standard deviation over all images, and its interval over resampled ones."""
     flat = latents.double().flatten(1)
     moments = torch.stack((flat.mean(1), flat.square().mean(1)), 1)  # (N, 2)
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(len(moments), (_RESAMPLES, len(moments)), generator=generator)
-    drawn = moments[rows].mean(1)  # (RESAMPLES, 2)
+    drawn = draws(len(moments), _RESAMPLES).double() @ moments / len(moments)  # (RESAMPLES, 2)
     spreads = (drawn[:, 1] - drawn[:, 0].square()).clamp_min(0).sqrt()
-    low, high = torch.quantile(
-        spreads, torch.tensor([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], dtype=spreads.dtype)
-    ).tolist()
-    return float(flat.std(correction=0)), low, high
+    return percentiles(spreads, float(flat.std(correction=0)), _LEVEL)
 
 
 # --- hooks on modules ---------------------------------------------------------------------------------------------

@@ -71,9 +71,14 @@ class Statistics:
 
     def save(self, path: str | Path) -> None:
         """As one safetensors file, whole or not at all."""
-        tensors = {"mean": self.mean.cpu().contiguous(), "covariance": self.covariance.cpu().contiguous()}
-        words = {"format": FORMAT, "count": str(self.count), "network": self.network}
-        put(Path(path), partial(save_file, tensors, metadata={**words, "digests": digests_in(tensors)}))
+        self.write(Path(path), FORMAT)
+
+    def write(self, path: Path, form: str, **more: Tensor) -> None:
+        """In a file of this format, with further tensors of the same images."""
+        held = {"mean": self.mean, "covariance": self.covariance, **more}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
+        words = {"format": form, "count": str(self.count), "network": self.network}
+        put(path, partial(save_file, tensors, metadata={**words, "digests": digests_in(tensors)}))
 
     @staticmethod
     def load(path: str | Path) -> Statistics:

@@ -6,12 +6,10 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
@@ -26,7 +24,7 @@ from pellucid.evidence.metrics.precision_recall import NEIGHBOURS, precision_rec
 from pellucid.evidence.statistics import LEVEL, RESAMPLES, Estimate, mean_interval
 from pellucid.evidence.study.kernel import ProgressBar, no_bar
 from pellucid.interop import source, weights
-from pellucid.interop.atomic_files import are_whole, digests_in, put
+from pellucid.interop.atomic_files import are_whole
 from pellucid.pipeline.load import default_device
 
 # --- Features of a set ----------------------------------------------------------------------------------------------
@@ -96,23 +94,13 @@ def measure_cached(
     if not found.skipped:  # or what was skipped would not be named the next time
         with contextlib.suppress(OSError):  # a full or read-only disk costs time, not the result
             folder.mkdir(parents=True, exist_ok=True)
-            _write_features(found, path)
+            features = {} if found.features is None else {"features": found.features}
+            found.statistics.write(path, _FEATURES_FORMAT, **features)
     return found
 
 
-def _write_features(found: FeatureSet, path: Path) -> None:
-    """Whole or not at all."""
-    statistics = found.statistics
-    tensors = {"mean": statistics.mean, "covariance": statistics.covariance}
-    if found.features is not None:
-        tensors["features"] = found.features
-    words = {"format": _FEATURES_FORMAT, "count": str(statistics.count), "network": statistics.network}
-    plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    put(path, partial(save_file, plain, metadata={**words, "digests": digests_in(plain)}))
-
-
 def _read_features(path: Path, name: str) -> FeatureSet:
-    """What `write` wrote."""
+    """What `measure_cached` wrote."""
     tensors, words = weights.read_safetensors(path), weights.metadata_of(path)
     features, count = tensors.get("features"), whole(words.get("count", ""))
     known = words.get("format") == _FEATURES_FORMAT and {"mean", "covariance"} <= set(tensors)
