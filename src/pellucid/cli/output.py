@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.wording import short
 from pellucid.interop.atomic_files import put
 
 if TYPE_CHECKING:
@@ -67,11 +66,6 @@ def print_json(value: Any, indent: int | None = 1) -> None:
 def say(text: object, **look: Any) -> None:
     """A line on stdout as it is: without markup, and not broken."""
     console().print(text, soft_wrap=True, markup=False, **look)
-
-
-def time_text(time: float, digits: int = 7) -> str:
-    """A time that is passed to the network; what rounding left of time 0 is 0."""
-    return short(0.0 if abs(time) < 1e-12 else time, digits)
 
 
 @dataclass

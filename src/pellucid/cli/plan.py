@@ -12,12 +12,11 @@ from rich.text import Text
 
 from pellucid.cli import output, plan_words
 from pellucid.cli.options import AsJson, Overwrite, Plot, option, sampler_names, with_flags
-from pellucid.cli.output import short, time_text
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import REGISTERS, Plan, Row, Weights, kept
 from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Level
-from pellucid.core.wording import named
+from pellucid.core.wording import named, short, time_text
 from pellucid.pipeline.request import Request, flags_of
 
 _FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}

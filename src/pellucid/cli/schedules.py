@@ -9,6 +9,7 @@ import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import AsJson, Overwrite, Plot, flag
+from pellucid.core.wording import short
 
 if TYPE_CHECKING:
     from pellucid.core.schedule import Schedule
@@ -70,7 +71,7 @@ def _show(found: dict[str, Schedule], names: list[str], zero_snr: bool) -> None:
 def _facts(curve: Schedule) -> tuple[str, ...]:
     """The cells of a schedule: frame, times, β, ᾱ, SNR, λ, σ, targets."""
     columns = curve.table()
-    ends = {name: (output.short(float(c[0])), output.short(float(c[-1]))) for name, c in columns.items()}
+    ends = {name: (short(float(c[0])), short(float(c[-1]))) for name, c in columns.items()}
     low, high = ends["time"]
     return (
         curve.frame,

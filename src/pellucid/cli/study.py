@@ -251,8 +251,7 @@ def study_guidance(
 
 
 def _show_guidance(report: GuidanceReport, out: Path) -> None:
-    from pellucid.evidence.study.guidance_report import definition, headline, range_table
-    from pellucid.evidence.study.guidance_results import doubts
+    from pellucid.evidence.study.guidance_report import definition, doubts, headline, range_table
 
     console = output.console()
     console.print(headline(report), markup=False)

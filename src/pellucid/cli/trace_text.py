@@ -13,8 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from pellucid.cli import output
-from pellucid.cli.output import short
-from pellucid.core.wording import counted
+from pellucid.core.wording import counted, short, time_text
 from pellucid.evidence.trace import diff
 from pellucid.evidence.trace.diff import Comparison
 from pellucid.evidence.trace.header import Header
@@ -95,7 +94,7 @@ def _step_table(trace: Trace, index: int | None) -> Table:
         table.add_row(
             str(step.index),
             short(row.level.ratio),
-            output.time_text(row.time, 5),
+            time_text(row.time, 5),
             *(_number(pick(step.norms[name]) / root) for name in ("x", "x0", "eps", "delta")),
             _number(pick(step.cosine), 4),
             _number(100 * pick(step.saturation), 3, " %"),

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pellucid.core.wording import short
+from pellucid.core.wording import short, time_text
 from pellucid.evidence.report.charts import COLOURS, FAINT, INK, PAPER, canvas, quiet, save
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def _time_labels(axes: Axes, plan: Plan) -> None:
     beside, above = axes.get_yaxis_transform(), axes.transAxes
     look: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": INK}
     for i, r in enumerate(plan.rows):
-        time = short(0.0 if abs(r.time) < 1e-12 else r.time, 5)  # what rounding left of time 0 is 0
-        axes.annotate(time, (0, i), (-32, 0), xycoords=beside, va="center", fontsize=9, **look)
+        axes.annotate(time_text(r.time, 5), (0, i), (-32, 0), xycoords=beside, va="center", fontsize=9, **look)
     axes.annotate("time", (0, 1), (-32, 6), xycoords=above, fontsize=11, **look)
     axes.annotate("row", (0, 1), (-4, 6), xycoords=above, fontsize=11, **look)
 

@@ -40,8 +40,7 @@ from pellucid.scenes.sampling import OBJECTS
 from pellucid.scenes.scene import Scenes
 
 if TYPE_CHECKING:
-    from pellucid.evidence.study.guidance_report import GuidanceReport
-    from pellucid.evidence.study.guidance_results import GuidanceResults
+    from pellucid.evidence.study.guidance_report import GuidanceReport, GuidanceResults
 
 # --- Rules by name --------------------------------------------------------------------------------------------------
 
@@ -439,7 +438,7 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
 
     def results(self) -> GuidanceResults | None:
         """None before a first cell and its reference are whole."""
-        from pellucid.evidence.study.guidance_results import results_of
+        from pellucid.evidence.study.guidance_report import results_of
 
         return results_of(self)
 
