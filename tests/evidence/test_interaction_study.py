@@ -304,7 +304,7 @@ def test_every_measure_that_is_offered_can_decide() -> None:
     row = next(line for line in page.splitlines() if line.startswith("| `--by` |"))
     for by in get_args(DecidingMeasure):
         InteractionStudyConfig(**{**CONFIG, "by": by})
-    assert option.help.partition(";")[0].split(", ") == list(get_args(DecidingMeasure))
+    assert option.help.removeprefix("What decides: ").partition(" (")[0].split(", ") == list(get_args(DecidingMeasure))
     assert set(re.findall(r"`(\w+)`", row)) == set(get_args(DecidingMeasure))
     assert set(JUDGED) <= set(get_args(DecidingMeasure))
 

@@ -42,7 +42,7 @@ class Flag(NamedTuple):
     names: tuple[str, ...]
     metavar: str
     help: str
-    panel: str
+    panel: str | None
     kind: Any = str
     names_of: str = ""  # what the shell completes it with: samplers, grids
 
