@@ -271,7 +271,7 @@ def test_over_ray(model: Path, plain: str, tmp_path: Path, monkeypatch: pytest.M
     found = ask(*words(model, tmp_path / "out", prompts=plain), "--ray", "2", "--json")
     assert found.exit_code == 0
     assert json.loads(found.stdout)["pictures"] == 3
-    assert [(share.index, share.count, share.given["device"]) for _, share, _ in ray.tasks] == [
+    assert [(share.index, share.count, share.resources["device"]) for _, share, _ in ray.tasks] == [
         (0, 2, "cpu"),
         (1, 2, "cpu"),
     ]
