@@ -28,7 +28,6 @@ from pellucid.core.loop import StepSeen
 from pellucid.core.plan import REGISTERS
 from pellucid.evidence import qualities
 from pellucid.evidence.drawing import graph as graph_drawing
-from pellucid.evidence.drawing import graph_tables
 from pellucid.evidence.report.charts import COLOURS, INK, MARKS, SLATE, canvas, log_y, quiet, save
 from pellucid.evidence.trace.previews import decode, preview_for, signed
 from pellucid.labs.catalog import LABS
@@ -560,7 +559,7 @@ def pipeline(path: Path) -> None:
 @drawn("pipeline.md")
 def pipeline_table(path: Path) -> None:
     graph = inspect("scenes-128", GraphOptions(steps=20, guidance="4"))
-    path.write_text(table(graph_tables.component_columns(graph), graph_tables.components(graph)), encoding="utf-8")
+    path.write_text(table(graph_drawing.component_columns(graph), graph_drawing.components(graph)), encoding="utf-8")
 
 
 # The loop.

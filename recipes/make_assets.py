@@ -17,8 +17,7 @@ import torch
 import pellucid
 from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.study.schedules import RUNS
-from pellucid.evidence.study.schedules_results import ScheduleResults
+from pellucid.evidence.study.schedules import RUNS, ScheduleResults
 
 
 def main() -> int:

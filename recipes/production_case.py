@@ -38,7 +38,7 @@ from pellucid.evidence.report import charts
 from pellucid.evidence.report.page import Table
 from pellucid.evidence.statistics import Estimate
 from pellucid.evidence.study import guidance
-from pellucid.evidence.study.guidance_results import FigureKind, GuidanceCell, cell_of_rows
+from pellucid.evidence.study.guidance_report import FigureKind, GuidanceCell, cell_of_rows
 from pellucid.evidence.trace import Recorder
 from pellucid.interop.atomic_files import put
 from pellucid.interop.source import BUNDLES

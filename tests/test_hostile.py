@@ -41,8 +41,7 @@ from pellucid.evidence import trace
 from pellucid.evidence.metrics.image_text import pixels_of
 from pellucid.evidence.study import samplers
 from pellucid.evidence.study.kernel import Records, is_mine
-from pellucid.evidence.study.schedules import ScheduleStudyConfig
-from pellucid.evidence.study.schedules_results import ScheduleResults
+from pellucid.evidence.study.schedules import ScheduleResults, ScheduleStudyConfig
 from pellucid.evidence.study.subject import read_lines_of
 from pellucid.evidence.trace import layout
 from pellucid.interop import components, diffusers_config, folder, local_models, lora_file, source, weights

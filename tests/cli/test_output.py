@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid.cli import output
+from pellucid.core import wording
 from pellucid.core.errors import PellucidError
 
 
@@ -23,14 +24,14 @@ def test_every_number_becomes_valid_json(value):
 
 @given(st.floats(min_value=1e-300, max_value=1e300), st.sampled_from([1, -1]))
 def test_short_numbers_keep_four_digits(size, sign):
-    text = output.short(sign * size).replace("−", "-")
+    text = wording.short(sign * size).replace("−", "-")
     assert math.isclose(float(text), sign * size, rel_tol=5.01e-4)
-    assert output.short(sign * math.inf) == ("∞" if sign > 0 else "−∞")
+    assert wording.short(sign * math.inf) == ("∞" if sign > 0 else "−∞")
 
 
 def test_rounding_of_time_zero_is_zero():
-    assert output.time_text(1.3e-15) == "0"
-    assert output.time_text(-0.5) == "−0.5"
+    assert wording.time_text(1.3e-15) == "0"
+    assert wording.time_text(-0.5) == "−0.5"
 
 
 @pytest.mark.parametrize("name", ["picture.bmp", "picture", "missing/picture.png", "folder.png"])

@@ -24,7 +24,7 @@ from pellucid.cli import app
 from pellucid.core import schedule as schedules
 from pellucid.core.schedule import Level
 from pellucid.evidence.doctor.checks import Finding, examine, named
-from pellucid.evidence.doctor.detectors import Spread, drift_findings, training_scale
+from pellucid.evidence.doctor.detectors import SpreadObserver, drift_findings, training_scale
 from pellucid.evidence.doctor.probe import probe_of
 from pellucid.evidence.doctor.ranges import HALF, watch_modules
 from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable, of_pipeline
@@ -145,12 +145,12 @@ def test_the_scale_of_training_is_measured(times: float) -> None:
 # --- drift --------------------------------------------------------------------------------------------------------
 
 
-def spread(*ratios: float) -> Spread:
+def spread(*ratios: float) -> SpreadObserver:
     """A run whose x has so many times the spread of its levels, for data of spread 0.5."""
     levels = [Level(math.cos(u), math.sin(u)) for u in torch.linspace(1.4, 0, len(ratios)).tolist()]
     chance = 1 + 0.03 * torch.randn(len(ratios), 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sizes = [math.hypot(0.5 * level.alpha, level.sigma) * times for level, times in zip(levels, ratios, strict=True)]
-    return Spread(levels, [size * row for size, row in zip(sizes, chance, strict=True)])
+    return SpreadObserver(levels, [size * row for size, row in zip(sizes, chance, strict=True)])
 
 
 def test_a_run_that_keeps_its_spread_is_left_alone() -> None:

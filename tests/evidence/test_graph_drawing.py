@@ -10,8 +10,6 @@ import tiny_graphs
 from tiny_graphs import FAMILIES
 
 from pellucid.evidence.drawing import graph as drawing
-from pellucid.evidence.drawing import graph_tables
-from pellucid.evidence.drawing import graph_tables as tables
 from pellucid.pipeline.inspection import Block, Graph, Times
 
 TIMES = Times("cuda", 11.2, 3.0, 44.1, 120.0, 1530.0, 3)
@@ -48,7 +46,7 @@ def test_no_text_of_the_image_meets_another(graph: Graph, timed: bool):
         assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, text.get_text()
     said = " ".join(text.get_text() for text in texts)
     assert all(node.name in said for node in graph.nodes)
-    assert graph_tables.pace(graph) in said
+    assert drawing.pace(graph) in said
 
 
 @pytest.mark.parametrize("graph", FAMILIES, indirect=True)
@@ -67,7 +65,7 @@ def test_the_page_and_the_flowchart_have_every_node_and_every_flow(graph: Graph)
         assert f"<b>{node.name}</b>" in page
         assert f"<b>{node.name}</b>" in chart
     for flow in graph.flows:
-        assert f"→ {flow.goal}: {graph_tables.flow_text(flow)}" in page
+        assert f"→ {flow.goal}: {drawing.flow_text(flow)}" in page
     assert chart.count(" -->|") == len(graph.flows)
 
 
@@ -76,7 +74,7 @@ def test_the_page_and_the_flowchart_have_every_node_and_every_flow(graph: Graph)
 
 def test_names_of_blocks_stand_once_for_equal_neighbours():
     blocks = [*(Block(f"layers.{n}", "Layer", 10, 0.1, (1, 2)) for n in range(9)), Block("out", "Linear", 10, 0.1)]
-    found = list(tables.listed(blocks))
+    found = list(drawing.listed(blocks))
     assert [(block.name, times) for _, block, times in found] == [("layers.0 … 8", 9), ("out", 1)]
 
 
@@ -85,9 +83,9 @@ def test_names_of_blocks_stand_once_for_equal_neighbours():
     [(859_520_964, "859.5 M"), (2_567_463_684, "2.57 B"), (999_999_999, "1.00 B"), (1536, "1.5 K"), (640, "640")],
 )
 def test_counts(value: int, text: str):
-    assert graph_tables.count(value) == text
+    assert drawing.count(value) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(1_719_041_928, "1.72 GB"), (246_120_960, "246 MB"), (80, "80 B")])
 def test_sizes(value: int, text: str):
-    assert graph_tables.size(value) == text
+    assert drawing.size(value) == text

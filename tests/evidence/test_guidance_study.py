@@ -22,7 +22,7 @@ from pellucid.evidence.metrics.image_text import Judge, image_text
 from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.study import guidance_report
 from pellucid.evidence.study.guidance import PROMPTS_SHOWN, TRUE_IMAGES, GuidanceStudy, GuidanceStudyConfig
-from pellucid.evidence.study.guidance_results import results_of
+from pellucid.evidence.study.guidance_report import results_of
 from pellucid.evidence.study.oracle import OracleStudy, OracleStudyConfig
 
 CONFIG = GuidanceStudyConfig("law", (1.0, 4.0, 8.0), ("plain", "dynamic"), "scenes:5", seeds=2, batch=4)

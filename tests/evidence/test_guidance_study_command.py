@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from pellucid.evidence.adherence.samples import open_pipe
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.study.guidance import RULE_NAMES, GuidanceStudy, GuidanceStudyConfig, ModelTraits, guidance_of
-from pellucid.evidence.study.guidance_results import results_of
+from pellucid.evidence.study.guidance_report import results_of
 
 
 @pytest.fixture(scope="module")

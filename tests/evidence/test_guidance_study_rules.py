@@ -20,8 +20,7 @@ from pellucid.evidence.study.guidance import (
     check_rule,
     guidance_of,
 )
-from pellucid.evidence.study.guidance_report import range_chart, state_of
-from pellucid.evidence.study.guidance_results import (
+from pellucid.evidence.study.guidance_report import (
     CLIPPED,
     GuidanceCell,
     GuidanceResults,
@@ -30,8 +29,10 @@ from pellucid.evidence.study.guidance_results import (
     cell_of_rows,
     doubts,
     faults_of,
+    range_chart,
     recommendation_of,
     rule_ranges,
+    state_of,
     worse,
 )
 from pellucid.models.guidance import Guidance

@@ -23,7 +23,7 @@ from pellucid.core.schedule import Schedule
 from pellucid.evidence.study import interaction_report
 from pellucid.evidence.study.interaction import (
     JUDGED,
-    Interaction,
+    InteractionResults,
     InteractionStudy,
     InteractionStudyConfig,
     ModelResult,
@@ -65,7 +65,7 @@ def test_a_budget_takes_the_most_calls_that_fit() -> None:
         SamplerCell(TWICE, 10, 19): 0.01,
     }
     one = model("m", "linear", held)
-    found = Interaction([one], [5, 10])
+    found = InteractionResults([one], [5, 10])
     assert found.cell(one, "heun", 5) is None
     assert found.cell(one, "heun", 10) == 2  # 19 calls do not fit into 10, 9 do
     assert found.cell(one, "ddim", 10) == 1
@@ -76,7 +76,7 @@ def test_a_budget_takes_the_most_calls_that_fit() -> None:
 
 def test_what_cannot_be_told_from_the_best_is_named() -> None:
     one = model("m", "linear", cells(0.100, 0.1001, 10), spread=0.05)
-    best = Interaction([one], [10]).best(one, 10)
+    best = InteractionResults([one], [10]).best(one, 10)
     assert best.setup == "ddim"
     assert best.rivals == ("dpmpp_2m:karras",)
     assert 0.3 < best.first < 0.7
@@ -84,7 +84,7 @@ def test_what_cannot_be_told_from_the_best_is_named() -> None:
 
 def test_a_cell_that_is_not_finite_is_never_the_best() -> None:
     one = model("m", "linear", cells(math.nan, 0.2))
-    found = Interaction([one], [10])
+    found = InteractionResults([one], [10])
     assert found.best(one, 10).setup == "dpmpp_2m:karras"
     assert found.best_of(one.group, 10) == "dpmpp_2m:karras"
 
@@ -94,7 +94,7 @@ def test_a_change_over_models_is_students() -> None:
     factors = (2.0, 2.2, 1.8)
     here = [model(f"l{i}", "linear", cells(0.1, 0.1 * f)) for i, f in enumerate(factors)]
     there = [model(f"c{i}", "cosine", cells(0.3 * f, 0.3)) for i, f in enumerate(factors)]
-    (change,) = Interaction([*here, *there], [10]).changes()
+    (change,) = InteractionResults([*here, *there], [10]).changes()
     assert (change.best_here, change.best_there, change.sure) == ("ddim", "dpmpp_2m:karras", True)
     assert change.kept_there.over == "models"
     logs = np.log(factors)
@@ -108,15 +108,15 @@ def test_a_change_over_models_is_students() -> None:
 def test_a_change_that_one_run_contradicts_is_not_sure() -> None:
     here = [model(f"l{i}", "linear", cells(0.1, 0.1 * f)) for i, f in enumerate((2.0, 2.2, 0.6))]
     there = [model(f"c{i}", "cosine", cells(0.3 * f, 0.3)) for i, f in enumerate((2.0, 2.2, 1.8))]
-    (change,) = Interaction([*here, *there], [10]).changes()
+    (change,) = InteractionResults([*here, *there], [10]).changes()
     assert not change.sure
-    assert "not sure" in interaction_report.change_words(Interaction([*here, *there], [10]), change)
+    assert "not sure" in interaction_report.change_words(InteractionResults([*here, *there], [10]), change)
 
 
 def test_single_models_are_judged_over_images() -> None:
     for spread, sure in ((0.01, True), (0.5, False)):
         pair = [model("l", "linear", cells(0.1, 0.12), spread), model("c", "cosine", cells(0.12, 0.1), spread)]
-        (change,) = Interaction(pair, [10]).changes()
+        (change,) = InteractionResults(pair, [10]).changes()
         assert change.kept_here.over == "images"
         assert change.sure == sure
         assert change.kept_here.value == pytest.approx(1.2)
@@ -124,7 +124,7 @@ def test_single_models_are_judged_over_images() -> None:
 
 def test_no_change_where_the_best_is_the_same() -> None:
     pair = [model("l", "linear", cells(0.1, 0.12)), model("c", "cosine", cells(0.5, 0.9))]
-    found = Interaction(pair, [10])
+    found = InteractionResults(pair, [10])
     assert found.changes() == []
     assert interaction_report.sentences(found) == [
         "The best sampler is the same in all groups at every number of model calls."
@@ -134,8 +134,8 @@ def test_no_change_where_the_best_is_the_same() -> None:
 def test_nothing_is_sure_below_what_the_yardstick_moves() -> None:
     """The same figures, with a converged run that is as far off as they are."""
     pair = [model("l", "linear", cells(0.1, 0.12)), model("c", "cosine", cells(0.12, 0.1))]
-    assert Interaction(pair, [10]).changes()[0].sure
-    vague = Interaction([pair[0], replace(pair[1], floor=0.05)], [10])
+    assert InteractionResults(pair, [10]).changes()[0].sure
+    vague = InteractionResults([pair[0], replace(pair[1], floor=0.05)], [10])
     assert not vague.changes()[0].sure
     assert [vague.best(one, 10).resolved for one in vague.seen] == [True, False]
     (words,) = interaction_report.about_converged(vague)
@@ -144,7 +144,7 @@ def test_nothing_is_sure_below_what_the_yardstick_moves() -> None:
 
 def test_where_more_is_better_the_largest_wins() -> None:
     one = model("m", "linear", cells(0.4, 0.7), measure="right")
-    found = Interaction([one], [10])
+    found = InteractionResults([one], [10])
     assert found.best(one, 10).setup == "dpmpp_2m:karras"
     assert found.gap(one.group, "ddim", "dpmpp_2m:karras", 10).value == pytest.approx(0.3)
     assert found.nothing == 0.0
@@ -153,11 +153,11 @@ def test_where_more_is_better_the_largest_wins() -> None:
 def test_effects_are_those_of_a_two_way_table() -> None:
     """A pure product has no interaction; a swapped pair has nothing else."""
     product = [model("l", "linear", cells(0.1, 0.2)), model("c", "cosine", cells(0.3, 0.6))]
-    sampler, group, both = Interaction(product, [10]).spreads(10)
+    sampler, group, both = InteractionResults(product, [10]).spreads(10)
     assert (sampler, group, both) == pytest.approx((math.sqrt(2), math.sqrt(3), 1.0))
     swapped = [model("l", "linear", cells(0.1, 0.2)), model("c", "cosine", cells(0.2, 0.1))]
-    assert Interaction(swapped, [10]).spreads(10) == pytest.approx((1.0, 1.0, math.sqrt(2)))
-    assert Interaction(product[:1], [10]).spreads(10) is None
+    assert InteractionResults(swapped, [10]).spreads(10) == pytest.approx((1.0, 1.0, math.sqrt(2)))
+    assert InteractionResults(product[:1], [10]).spreads(10) is None
 
 
 # --- models whose truth is known -------------------------------------------------------------------------------
@@ -199,12 +199,12 @@ PIPES = {"a": subject("a", "linear"), "b": subject("b", "cosine")}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Interaction, Path]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[InteractionResults, Path]:
     folder = tmp_path_factory.mktemp("interaction") / "study"
     return run_study(InteractionStudy, InteractionStudyConfig(**CONFIG), folder, pipes=PIPES), folder
 
 
-def test_the_karras_grid_is_for_linear_and_not_for_cosine(found: tuple[Interaction, Path]) -> None:
+def test_the_karras_grid_is_for_linear_and_not_for_cosine(found: tuple[InteractionResults, Path]) -> None:
     """Karras spends its steps where cosine's noise is a thousand times the data: known from the exact flow."""
     study, _ = found
     assert [one.group for one in study.seen] == ["linear, eps, Exact", "cosine, eps, Exact"]
@@ -215,7 +215,7 @@ def test_the_karras_grid_is_for_linear_and_not_for_cosine(found: tuple[Interacti
     assert change.kept_there.value > 5
 
 
-def test_distances_are_to_the_exact_flow(found: tuple[Interaction, Path]) -> None:
+def test_distances_are_to_the_exact_flow(found: tuple[InteractionResults, Path]) -> None:
     """The converged run is the flow, so the study's distances are those of the oracle study's kind."""
     study, _ = found
     one = study.seen[0]
@@ -231,7 +231,7 @@ def test_distances_are_to_the_exact_flow(found: tuple[Interaction, Path]) -> Non
     assert one.column.values[number] == pytest.approx(float(wanted), rel=0.05)
 
 
-def test_the_report_says_it_all(found: tuple[Interaction, Path]) -> None:
+def test_the_report_says_it_all(found: tuple[InteractionResults, Path]) -> None:
     _, folder = found
     for name in ("report.html", "table.md", "figures.json", "charts/heat.png", "charts/a.png", "charts/b.png"):
         assert (folder / name).stat().st_size > 500, name
@@ -245,7 +245,7 @@ def test_the_report_says_it_all(found: tuple[Interaction, Path]) -> None:
     assert "At 5 calls dpmpp_2m:karras is best for linear" in (folder / "table.md").read_text("utf-8")
 
 
-def test_a_study_goes_on_and_refuses_another(found: tuple[Interaction, Path]) -> None:
+def test_a_study_goes_on_and_refuses_another(found: tuple[InteractionResults, Path]) -> None:
     study, folder = found
     before = (folder / "models" / "a" / "records.jsonl").read_bytes()
     again = run_study(InteractionStudy, InteractionStudyConfig(**CONFIG), folder, pipes=PIPES)
@@ -304,7 +304,7 @@ def test_every_measure_that_is_offered_can_decide() -> None:
     row = next(line for line in page.splitlines() if line.startswith("| `--by` |"))
     for by in get_args(DecidingMeasure):
         InteractionStudyConfig(**{**CONFIG, "by": by})
-    assert option.help.partition(";")[0].split(", ") == list(get_args(DecidingMeasure))
+    assert option.help.removeprefix("What decides: ").partition(" (")[0].split(", ") == list(get_args(DecidingMeasure))
     assert set(re.findall(r"`(\w+)`", row)) == set(get_args(DecidingMeasure))
     assert set(JUDGED) <= set(get_args(DecidingMeasure))
 

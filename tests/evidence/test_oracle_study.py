@@ -21,13 +21,15 @@ from pellucid.evidence.study.oracle import (
     NFE,
     SAMPLERS,
     OracleBench,
+    OracleResults,
     OracleStudy,
     OracleStudyConfig,
+    agreement,
+    changes,
     distinct_grids,
     fitting_plan,
     same_levels,
 )
-from pellucid.evidence.study.oracle_results import OracleResults, agreement, changes
 from pellucid.evidence.study.setups import SamplerSetup, entry_of, setup_without_grid
 
 SMALL = {"samplers": ("ddim", "euler", "heun", "dpmpp_2m", "euler_a"), "grids": ("karras", "trailing"), "nfe": (4, 8)}

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import pellucid
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.study import kernel
-from pellucid.evidence.study.kernel import Share, make_share, run_study, shard_of
+from pellucid.evidence.study.kernel import WorkShare, make_share, run_study, shard_of
 from pellucid.evidence.study.samplers import SamplerStudy, SamplerStudyConfig
 
 QUICK = ["--converged-steps", "6", "--path-steps", "6", "--rounds", "1", "--device", "cpu", "--batch", "2"]
@@ -217,7 +217,7 @@ def test_processes_make_the_same_study(model: Path, plain: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_bad_model_in_a_process_is_one_line(model: Path, tmp_path: Path) -> None:
-    share = Share(SamplerStudy, config(model=str(tmp_path / "none")), str(tmp_path / "out"), 0, 1)
+    share = WorkShare(SamplerStudy, config(model=str(tmp_path / "none")), str(tmp_path / "out"), 0, 1)
     with pytest.raises(PellucidError, match="model must be"):
         make_share(share)
 
@@ -271,7 +271,7 @@ def test_over_ray(model: Path, plain: str, tmp_path: Path, monkeypatch: pytest.M
     found = ask(*words(model, tmp_path / "out", prompts=plain), "--ray", "2", "--json")
     assert found.exit_code == 0
     assert json.loads(found.stdout)["pictures"] == 3
-    assert [(share.index, share.count, share.given["device"]) for _, share, _ in ray.tasks] == [
+    assert [(share.index, share.count, share.resources["device"]) for _, share, _ in ray.tasks] == [
         (0, 2, "cpu"),
         (1, 2, "cpu"),
     ]
@@ -283,7 +283,7 @@ def test_a_task_on_a_gpu_asks_ray_for_one(tmp_path: Path, monkeypatch: pytest.Mo
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(kernel, "make_share", lambda share: None)
-    kernel.over_ray([Share(SamplerStudy, config(), str(tmp_path), i, 3, {"device": "cuda"}) for i in range(3)])
+    kernel.over_ray([WorkShare(SamplerStudy, config(), str(tmp_path), i, 3, {"device": "cuda"}) for i in range(3)])
     assert [options for _, _, options in ray.tasks] == [{"num_gpus": 1}] * 3
 
 
@@ -311,7 +311,7 @@ def test_a_killed_worker_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernel, "wait_for", broken)
     monkeypatch.setattr(kernel, "ProcessPoolExecutor", lambda *a, **k: InHere())
     with pytest.raises(PellucidError, match=r"one was killed\. Run the same again"):
-        kernel.over_processes([Share(SamplerStudy, config(), str(tmp_path), i, 2) for i in range(2)])
+        kernel.over_processes([WorkShare(SamplerStudy, config(), str(tmp_path), i, 2) for i in range(2)])
 
 
 class InHere:

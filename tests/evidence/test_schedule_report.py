@@ -19,8 +19,7 @@ from PIL import Image
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.statistics import Estimate, between, in_words, t_interval, t_quantile
 from pellucid.evidence.study import schedules_report
-from pellucid.evidence.study.schedules import ScheduleStudyConfig
-from pellucid.evidence.study.schedules_results import ScheduleResults
+from pellucid.evidence.study.schedules import ScheduleResults, ScheduleStudyConfig
 from pellucid.train.config import to_plain
 from pellucid.train.objective import ByLevel
 

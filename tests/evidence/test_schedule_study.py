@@ -27,8 +27,7 @@ from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.study import schedules as module
 from pellucid.evidence.study import schedules_report
 from pellucid.evidence.study.kernel import claim, is_mine
-from pellucid.evidence.study.schedules import ScheduleStudy, ScheduleStudyConfig, TrainingJudge
-from pellucid.evidence.study.schedules_results import ScheduleResults
+from pellucid.evidence.study.schedules import ScheduleResults, ScheduleStudy, ScheduleStudyConfig, TrainingJudge
 from pellucid.interop.atomic_files import read_lines
 from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD
 from pellucid.train.config import read

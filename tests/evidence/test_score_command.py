@@ -17,9 +17,8 @@ from stand_ins import PROMPTS, Small
 from typer.testing import CliRunner
 
 from pellucid import PellucidError
-from pellucid.cli import HELP, OneLine
+from pellucid.cli import HELP, OneLineErrors
 from pellucid.cli import score as room
-from pellucid.evidence.metrics import inception
 from pellucid.evidence.metrics.fid import Statistics, fid
 from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.metrics.inception import features
@@ -27,7 +26,7 @@ from pellucid.evidence.metrics.kid import kid, kid_exact
 from pellucid.evidence.metrics.precision_recall import precision_recall
 from pellucid.evidence.metrics.score import FeatureSet, Score, ScoreConfig, measure, score, stages
 
-app = typer.Typer(cls=OneLine, context_settings=HELP, add_completion=False)
+app = typer.Typer(cls=OneLineErrors, context_settings=HELP, add_completion=False)
 app.callback()(lambda: None)
 app.command("score", context_settings=HELP, epilog=room.EPILOG)(room.command)
 
@@ -45,7 +44,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "220")
-    monkeypatch.setattr(inception, "load_inception", lambda path, device, progress: Small())
+    monkeypatch.setattr("pellucid.evidence.metrics.score.load_inception", lambda path, device, progress: Small())
     return tmp_path
 
 

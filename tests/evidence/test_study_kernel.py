@@ -14,7 +14,7 @@ import pytest
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.study import kernel
-from pellucid.evidence.study.kernel import Share, Study, make_share, run_study
+from pellucid.evidence.study.kernel import Study, WorkShare, make_share, run_study
 from pellucid.interop.atomic_files import put
 from pellucid.interop.lock import locked
 
@@ -153,7 +153,7 @@ def test_processes_make_the_same_study(tmp_path: Path) -> None:
 
 
 def test_what_fails_in_a_process_is_said_here(tmp_path: Path) -> None:
-    shares = [Share(RootStudy, RootConfig((0.0,)), str(tmp_path / "out"), 0, 1)]
+    shares = [WorkShare(RootStudy, RootConfig((0.0,)), str(tmp_path / "out"), 0, 1)]
     with pytest.raises(ZeroDivisionError):
         make_share(shares[0])
     with pytest.raises(ZeroDivisionError):

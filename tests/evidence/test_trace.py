@@ -676,11 +676,11 @@ def test_a_run_in_inference_mode_that_breaks_off_is_measured_as_far_as_it_went(
 
 
 def test_what_cannot_be_measured_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: measures.Block, weight: Tensor) -> Any:
+    def fails(self: measures.StepBlock, weight: Tensor) -> Any:
         raise RuntimeError("out of memory")
 
     in_blocks(monkeypatch)
-    monkeypatch.setattr(measures.Block, "measure", fails)
+    monkeypatch.setattr(measures.StepBlock, "measure", fails)
     with pytest.raises(RuntimeError, match="out of memory"), Recorder(tmp_path / "run") as recorder:
         run(plan_of(), denoiser(), shape=SHAPE, seeds=SEEDS, observers=[recorder])
     found = trace.read(tmp_path / "run")

@@ -18,7 +18,7 @@ from pellucid.core import schedule as schedules
 from pellucid.core.samplers import REGISTRY
 from pellucid.evidence.study.kernel import RECORDS
 from pellucid.evidence.tune import sweep, teacher, tuning
-from pellucid.evidence.tune.descent import Descent, Fit, TuningData, batches, descend, falling, tame
+from pellucid.evidence.tune.descent import Descent, TableFit, TuningData, batches, descend, falling, tame
 from pellucid.evidence.tune.model import Pairs, TuningModel, make_sets, oracle_model, read_prompts
 from pellucid.evidence.tune.sweep import Sweep, plan_within
 from pellucid.evidence.tune.table import Start, Table
@@ -80,7 +80,7 @@ def test_what_is_not_asked_for_stays() -> None:
     truth = teacher.teach(subject, Pairs(tuple(range(16))), 60, 64)
     lesson = TuningData(subject, truth, truth)
     for what, moved in (("grid", {"gaps"}), ("weights", {"shares"}), ("told", {"told"}), ("both", {"gaps", "shares"})):
-        fit = Fit.of(table, lesson, 64)
+        fit = TableFit.of(table, lesson, 64)
         descend(fit, lesson, replace(FEW, iterations=3, what=what))
         assert {name for name, knob in fit.knobs.items() if bool(knob.any())} == moved
 
@@ -103,7 +103,7 @@ def test_never_worse_than_the_start_on_what_is_held_out(rate: float) -> None:
 
 
 def test_a_table_that_got_worse_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(fit: Fit, *_: Any) -> Fit:
+    def spoil(fit: TableFit, *_: Any) -> TableFit:
         fit.best["shares"] += 0.3
         return fit
 
@@ -119,7 +119,7 @@ def test_a_table_that_got_worse_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_best_of_the_heats_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[str, int]] = []
 
-    def watched(fit: Fit, lesson: TuningData, how: Descent, *rest: Any) -> Fit:
+    def watched(fit: TableFit, lesson: TuningData, how: Descent, *rest: Any) -> TableFit:
         begun.append((fit.table.start.text, how.iterations))
         return descend(fit, lesson, replace(how, iterations=2), *rest)
 
@@ -161,7 +161,7 @@ def test_a_descent_that_finds_nothing_stops_early() -> None:
     table = Table.of(ASKED.starts[0], subject.schedule, subject.target, 5)
     exact = replace(truth, x0=ends(table.plan, subject, truth, 64))  # the start itself is the watched truth
     lesson = TuningData(subject, truth, exact)
-    fit = descend(Fit.of(table, lesson, 64), lesson, Descent(iterations=100, every=2, patience=3, batch=16))
+    fit = descend(TableFit.of(table, lesson, 64), lesson, Descent(iterations=100, every=2, patience=3, batch=16))
     assert fit.iterations == 6
     assert fit.best_error == fit.start_error == 0.0
     assert not any(bool(knob.any()) for knob in fit.best.values())

@@ -16,7 +16,7 @@ from pellucid.core import oracle
 from pellucid.core import schedule as schedules
 from pellucid.core.samplers import REGISTRY
 from pellucid.evidence.tune import descent
-from pellucid.evidence.tune.descent import Fit, TuningData
+from pellucid.evidence.tune.descent import TableFit, TuningData
 from pellucid.evidence.tune.model import Pairs, TuningModel, oracle_model
 from pellucid.evidence.tune.table import KNOBS, Start, Table, split_levels, tunable
 from pellucid.evidence.tune.teacher import NoisePairs, Truth
@@ -158,7 +158,7 @@ def test_gradients_are_differences(start: str, schedule: str, recompute: bool) -
     table, lesson = table_of(start, schedule), lesson_of(schedule)
     knobs = {name: knob.requires_grad_() for name, knob in turned(table, 3, 0.05).items()}
     knobs["gaps"].data[0] = 0.05  # off the edge of the schedule
-    state = Fit(table, knobs, knobs, 0.0, 0.0, 0.0)
+    state = TableFit(table, knobs, knobs, 0.0, 0.0, 0.0)
     descent.backward(state, lesson, [0, 1, 2, 3, 4], 3, recompute)  # in two parts
     step = 1e-6
     for name in KNOBS["all"]:
@@ -209,7 +209,7 @@ def test_gradients_of_guided_models(guidance: str) -> None:
     found = []
     for recompute in (False, True):
         knobs = {name: knob.requires_grad_() for name, knob in turned(table, 3, 0.05).items()}
-        descent.backward(Fit(table, knobs, knobs, 0.0, 0.0, 0.0), lesson, [0, 1, 2], 3, recompute)
+        descent.backward(TableFit(table, knobs, knobs, 0.0, 0.0, 0.0), lesson, [0, 1, 2], 3, recompute)
         found.append({name: knob.grad for name, knob in knobs.items()})
     step = 1e-6
     for name in KNOBS["all"]:

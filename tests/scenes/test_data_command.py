@@ -10,10 +10,10 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from pellucid.cli import HELP, OneLine, data
+from pellucid.cli import HELP, OneLineErrors, data
 from pellucid.scenes import captions, render, sample
 
-app = typer.Typer(cls=OneLine, context_settings=HELP)
+app = typer.Typer(cls=OneLineErrors, context_settings=HELP)
 app.add_typer(data.app, name="data")
 
 

@@ -19,7 +19,7 @@ from pellucid import __version__
 from pellucid.cli.options import CANCELLED, HELP
 from pellucid.core.errors import PellucidError, is_out_of_memory, system_error
 
-# typer has click within it since 0.16 and beside it before: both name the class that all bad usage descends from.
+# typer has click inside it since 0.16 and depended on it before: both name the class that all bad usage descends from.
 UsageError: Any = typer.BadParameter.__mro__[1]
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SMALLER = "Ask for a smaller size, or for fewer images at once."
@@ -45,8 +45,8 @@ COMMANDS = {  # its place in the help, and what it does in a line
 }
 
 
-class OneLine(TyperGroup):
-    """A group whose errors are one line on stderr and exit code 2, whoever calls it."""
+class OneLineErrors(TyperGroup):
+    """A group whose errors are one line on stderr and exit code 2, for every caller."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):  # a terminal without λ gets a question mark, not a traceback
@@ -77,8 +77,8 @@ class OneLine(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-class Commands(Mapping[str, Any]):
-    """The commands by name, each imported when it is asked for."""
+class LazyCommands(Mapping[str, Any]):
+    """The commands by name, each imported when it is used."""
 
     def __getitem__(self, name: str) -> Any:
         panel, _ = COMMANDS[name]
@@ -89,8 +89,8 @@ class Commands(Mapping[str, Any]):
         else:
             epilog = getattr(room, "EPILOG", None)
             alone.command(name, context_settings=HELP, epilog=epilog, rich_help_panel=panel)(room.command)
-        made = typer.main.get_command(alone)
-        return made.commands[name] if hasattr(room, "app") else made
+        command = typer.main.get_command(alone)
+        return command.commands[name] if hasattr(room, "app") else command
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
@@ -99,12 +99,12 @@ class Commands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-class Pellucid(OneLine):
+class Pellucid(OneLineErrors):
     """The group of all commands; its help lists them without importing them."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands: Any = Commands()
+        self.commands: Any = LazyCommands()
 
     @contextlib.contextmanager
     def outlined(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ class Pellucid(OneLine):
         try:
             yield
         finally:
-            self.commands = Commands()
+            self.commands = LazyCommands()
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         with self.outlined():

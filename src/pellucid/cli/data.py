@@ -86,10 +86,10 @@ def latents(
 
         folder = make_latents(read, out, count=count, phrasings=phrasings, device=place, tell=tell)
     cache, seconds = Cache.read(folder), time.perf_counter() - began
-    made = {"folder": str(folder), "count": cache.count, "bytes": sum(cache.sizes)}
-    made |= {"unreadable": len(cache.unreadable), "seconds": seconds}
+    facts = {"folder": str(folder), "count": cache.count, "bytes": sum(cache.sizes)}
+    facts |= {"unreadable": len(cache.unreadable), "seconds": seconds}
     if as_json:
-        output.print_json(made)
+        output.print_json(facts)
         return
     bad = f"; {len(cache.unreadable)} images could not be read" if cache.unreadable else ""
     print(f"{cache.count} images, {sum(cache.sizes) / 1e6:.0f} MB in {seconds:.0f} s → {folder}{bad}")

@@ -27,10 +27,11 @@ def command(
     """
     goal = output.destination(out, "--out", (".png",), overwrite=overwrite)
     from pellucid.evidence import demo
+    from pellucid.evidence.study.kernel import one_thread
     from pellucid.pipeline.load import load
 
     settings = f"{demo.MODEL} · DPM++ 2M, {steps} steps, guidance {demo.GUIDANCE:g}"
-    with output.progress("making images", len(demo.PROMPTS) + 2) as done, demo.one_thread():
+    with output.progress("making images", len(demo.PROMPTS) + 2) as done, one_thread():
         began = time.perf_counter()
         pipe = load(demo.MODEL, device="cpu")
         seconds = time.perf_counter() - began

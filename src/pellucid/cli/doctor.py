@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import AsJson, Device, flag, model_names, option
+from pellucid.cli.options import AsJson, Device, flag, model_names, option, with_flags
 from pellucid.core.errors import PellucidError
+from pellucid.pipeline.request import Request, flags_of
 
 if TYPE_CHECKING:
     from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec
@@ -28,6 +29,7 @@ _RUNS = ("steps", "strength", "sampler", "grid")
 _WORDS = {"adapters": "an adapter"}
 
 
+@with_flags({name: flags_of(Request)[name]._replace(panel="The run") for name in _RUNS})
 def command(
     model: Annotated[
         str | None,
@@ -44,12 +46,6 @@ def command(
     data: Annotated[
         str | None, option("FOLDER", "Images of the model's kind, or scenes, for more measurements.")
     ] = None,
-    steps: Annotated[int | None, option("N", "Steps of the run (default: 30).")] = None,
-    strength: Annotated[
-        float | None, option("S", "Strength of a run that starts from an image: above 0, at most 1.")
-    ] = None,
-    sampler: Annotated[str | None, option("NAME", "Sampler of the run (default: the model's own).")] = None,
-    grid: Annotated[str | None, option("NAME", "Grid of the run: karras, trailing, …")] = None,
     lora: Annotated[list[str] | None, option("FILE", "A LoRA that should have an effect; may be repeated.")] = None,
     controlnet: Annotated[list[str] | None, option("FOLDER", "The same for a ControlNet.")] = None,
     ip_adapter: Annotated[list[str] | None, option("FILE", "The same for an IP-Adapter.")] = None,
@@ -66,6 +62,7 @@ def command(
     strict: Annotated[bool, flag("--strict", "Exit with 1 also if target or schedule could not be checked.")] = False,
     device: Device = None,
     as_json: AsJson = False,
+    **run_words: Any,
 ) -> None:
     """Look for what is wrong; show the numbers, the cause, and what to do.
 
@@ -75,7 +72,7 @@ def command(
     from pellucid.evidence.doctor.checks import examine, named, report_text
     from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec, open_subject
 
-    run = RunSpec(steps=steps, strength=strength, sampler=sampler, grid=grid, device=device)
+    run = RunSpec(**run_words, device=device)
     adapters = (tuple(paths or ()) for paths in (lora, controlnet, ip_adapter))
     spec = SubjectSpec(model, config, trace, images, data, quick, tokenizer, dtype, *adapters)
     _check_options(spec, run)

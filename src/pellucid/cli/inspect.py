@@ -17,28 +17,29 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.cli import output
-from pellucid.cli.options import Model, Overwrite, flag, option
+from pellucid.cli.options import Model, Overwrite, flag, option, with_flags
+from pellucid.cli.sample import LOADING
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.drawing import graph as drawing
-from pellucid.evidence.drawing import graph_tables as tables
-from pellucid.evidence.drawing.graph_tables import ROLE_COLOURS
-from pellucid.pipeline.request import read_size
+from pellucid.pipeline.request import Request, flags_of, read_size
 
 if TYPE_CHECKING:
     from pellucid.pipeline.inspection import Graph, Node
 
 _RUN, _LOAD, _OUT = "The run that is inspected", "Loading", "Output"
+_LOADED = ("vae", "image_encoder", "tokenizer", "target", "variant", "revision")
 _DEPTHS = (1, 2)  # levels of blocks that are shown: of every component, and of one alone
 WIDTH = 98  # columns of the drawing
 _BAR = 16
 
 
+@with_flags(
+    {name: flags_of(Request)[name]._replace(panel=_RUN) for name in ("width", "steps", "guidance")}
+    | {name: LOADING[name] for name in _LOADED}
+)
 def command(
     model: Model,
-    size: Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512.", panel=_RUN)] = None,
     batch: Annotated[int, option("N", "Images at once.", panel=_RUN)] = 1,
-    steps: Annotated[int | None, option("N", "Steps (default: 30).", panel=_RUN)] = None,
-    guidance: Annotated[str | None, option("TEXT", "7, off, 5 + apg, … (default: guarded 7).", panel=_RUN)] = None,
     controlnet: Annotated[list[str] | None, option("NET", "A ControlNet to add; may be repeated.", panel=_RUN)] = None,
     ip_adapter: Annotated[
         list[str] | None, option("FILE", "An IP-Adapter to add; may be repeated.", panel=_RUN)
@@ -57,14 +58,9 @@ def command(
     ] = None,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, flag("--json", "Print the graph as JSON.", panel=_OUT)] = False,
-    vae: Annotated[str | None, option("FOLDER", "Another autoencoder.", panel=_LOAD)] = None,
-    image_encoder: Annotated[str | None, option("FOLDER", "The encoder that an IP-Adapter needs.", panel=_LOAD)] = None,
-    tokenizer: Annotated[Path | None, option("FOLDER", "For single files, which hold none.", panel=_LOAD)] = None,
-    target: Annotated[str | None, option("NAME", "What the network predicts, against its files.", panel=_LOAD)] = None,
-    variant: Annotated[str | None, option("NAME", "Which files, such as fp16.", panel=_LOAD)] = None,
-    revision: Annotated[str | None, option("NAME", "A revision on the hub.", panel=_LOAD)] = None,
     dtype: Annotated[str | None, option("NAME", "dtype in memory (default: the files' own).", panel=_LOAD)] = None,
     device: Annotated[str | None, option("NAME", "Where --time runs: cpu, cuda, …", panel=_LOAD)] = None,
+    **words: Any,
 ) -> None:
     """Draw a model's pipeline as a graph: its components and their weights, what flows between them and its shape.
 
@@ -83,22 +79,21 @@ def command(
     from pellucid.models.guidance import Guidance
     from pellucid.pipeline.inspection import GraphOptions
 
-    asked = GraphOptions(
-        size=None if size is None else read_size("--size", size),
+    options = GraphOptions(
+        size=None if words["width"] is None else read_size("--size", words["width"]),
         batch=batch,
-        steps=steps,
-        guidance=None if guidance is None else Guidance.parse(guidance),
+        steps=words["steps"],
+        guidance=None if words["guidance"] is None else Guidance.parse(words["guidance"]),
         depth=levels,
         controlnets=tuple(controlnet or ()),
         ip_adapters=tuple(ip_adapter or ()),
     )
-    loading = {"vae": vae, "image_encoder": image_encoder, "tokenizer": tokenizer, "target": target}
-    loading |= {"variant": variant, "revision": revision, "dtype": dtype}
+    loading = {"dtype": dtype, **{name: words[name] for name in _LOADED}}
     with output.progress(f"reading {model}", 2) as done:
         from pellucid.pipeline import inspection_graph
 
         done()
-        graph = inspection_graph.inspect(model, asked, **loading)
+        graph = inspection_graph.inspect(model, options, **loading)
         done()
     node = None if component is None else graph.node(component)
     if time:
@@ -107,7 +102,7 @@ def command(
             def watch(rows: int) -> Callable[[], None]:
                 return bars.enter_context(output.progress(f"timing {model}", rows))
 
-            graph = inspection_graph.with_times(graph, model, asked, watch, device=device, **loading)
+            graph = inspection_graph.with_times(graph, model, options, watch, device=device, **loading)
         node = None if node is None else graph.node(node.name)
     if as_json:
         output.print_json(graph.to_dict() if node is None else _component_dict(graph, node))
@@ -121,8 +116,8 @@ def command(
 
 
 def _component_dict(graph: Graph, node: Node) -> dict[str, Any]:
-    [whole] = [one for one in graph.to_dict()["nodes"] if one["name"] == node.name]
-    return {**whole, "flows": [vars(flow) for flow in (*graph.into(node.name), *graph.out_of(node.name))]}
+    [entry] = [one for one in graph.to_dict()["nodes"] if one["name"] == node.name]
+    return {**entry, "flows": [vars(flow) for flow in (*graph.into(node.name), *graph.out_of(node.name))]}
 
 
 # --- In a terminal ---------------------------------------------------------------------------------------------
@@ -131,19 +126,18 @@ def _component_dict(graph: Graph, node: Node) -> dict[str, Any]:
 def _show(graph: Graph, depth: int) -> None:
     """The rows of cards, then tables of the components, their blocks and the milliseconds."""
     screen = output.console()
-    screen.print(Text(tables.title(graph), style="bold"))
-    about = tables.subtitle(graph)
+    screen.print(Text(drawing.title(graph), style="bold"))
+    about = drawing.subtitle(graph)
     for part in (about[:-4], about[-4:]):  # what it is; what it is drawn for and what it weighs
         screen.print(Text(" · ".join(part), style="dim"))
     screen.print(rows_of_cards(graph), width=WIDTH)
-    screen.print(
-        output.table(*tables.component_columns(graph), right=tables.NUMBERS, rows=tables.components(graph), sums=True)
-    )
+    columns, right = drawing.component_columns(graph), drawing.NUMBERS
+    screen.print(output.table(*columns, right=right, rows=drawing.components(graph), sums=True))
     if depth:
         for node in graph.components():
             screen.print(_blocks_table(node))
     if graph.times is not None:
-        screen.print(output.table(*tables.CLOCK, right=tables.NUMBERS, rows=tables.clock(graph), sums=True))
+        screen.print(output.table(*drawing.CLOCK, right=right, rows=drawing.clock(graph), sums=True))
     for note in graph.notes:
         screen.print(Text(f"! {note}", style="yellow"))
 
@@ -154,7 +148,7 @@ def _show_component(graph: Graph, node: Node) -> None:
     screen.print(_card(node, [line for line in drawing.card_lines(graph, node) if not line.startswith("→")], WIDTH))
     for key, value in node.facts.items():
         screen.print(f"{key.replace('_', ' ')}: {value}", markup=False)
-    for mark, other, what, dtype in tables.links(graph, node):
+    for mark, other, what, dtype in drawing.links(graph, node):
         screen.print(f"{mark} {other}: {what} {dtype}".rstrip(), markup=False, soft_wrap=True)
     if node.blocks:
         screen.print(_blocks_table(node))
@@ -167,7 +161,7 @@ def rows_of_cards(graph: Graph) -> Group:
     back = ", ".join(dict.fromkeys(f.goal for f in graph.out_of(sampler) if graph.node(f.goal).role in drawing.LOOP))
     frame = Panel(
         Group(*_with_arrows([_row_of_cards(graph, row, WIDTH - 4) for row in loop])),
-        title=f"[bold]{tables.pace(graph)}[/]",
+        title=f"[bold]{drawing.pace(graph)}[/]",
         subtitle=f"↑ back to {back}",
         title_align="left",
         box=box.HEAVY,
@@ -193,21 +187,21 @@ def _row_of_cards(graph: Graph, row: list[Node], width: int) -> Align:
     return Align.center(grid)
 
 
-def _card(node: Node, said: list[str], most: int) -> Panel:
+def _card(node: Node, texts: list[str], most: int) -> Panel:
     """A box with the node's name on its edge, as wide as what it says."""
-    lines = [part for line in said for part in textwrap.wrap(line, most - 4)]
+    lines = [part for line in texts for part in textwrap.wrap(line, most - 4)]
     width = min(most, max(len(node.name) + 6, *(len(line) + 4 for line in lines), 0))
     return Panel(
         Text("\n".join(lines)), title=Text(node.name, "bold"), title_align="left",
-        border_style=ROLE_COLOURS[node.role], width=width,
+        border_style=drawing.ROLE_COLOURS[node.role], width=width,
     )  # fmt: skip
 
 
 def _blocks_table(node: Node) -> Table:
     """A network's blocks: class, parameters, share, and the shape that leaves each."""
     rows = []
-    for row in tables.anatomy(node):
-        shown = Text("█" * round(_BAR * row.share) or "▏", ROLE_COLOURS[node.role])
+    for row in drawing.anatomy(node):
+        shown = Text("█" * round(_BAR * row.share) or "▏", drawing.ROLE_COLOURS[node.role])
         rows.append(("  " * row.level + row.name, row.kind, row.parameters, row.percent, shown, row.leaves))
     columns = (node.name, "class", "parameters", "share", "", "leaves as")
     return output.table(*columns, right=("parameters", "share"), rows=rows)

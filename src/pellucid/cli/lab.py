@@ -32,7 +32,14 @@ _EXAMPLES = (
     "  pellucid lab reading_a_scheduler --open",
 )
 EPILOG = "\n\n".join(_EXAMPLES)
-_BLOCK = ("number", "text", "code", "printed", "seconds", "error")  # what --json says of a block, beside its figures
+_BLOCK = (
+    "number",
+    "text",
+    "code",
+    "printed",
+    "seconds",
+    "error",
+)  # what --json says of a block, apart from its figures
 _WIDTH = 100  # columns of words that are read
 _MARKS = {"passed": "[green]✓[/]", "wrong": "[red]✗[/]", "error": "[red]![/]", "not written yet": "[yellow]·[/]"}
 
@@ -59,8 +66,8 @@ def command(
     from pellucid.labs.catalog import find
 
     running = {"--out": out is not None, "--smoke": smoke}
-    asked = {"--starter": starter is not None, "--check": check is not None, "--open": in_studio}
-    _check_options(lab, running, asked, as_json)
+    actions = {"--starter": starter is not None, "--check": check is not None, "--open": in_studio}
+    _check_options(lab, running, actions, as_json)
     output.check_overwrite(overwrite, "a LAB that is run, or --starter", lab is not None and not (check or in_studio))
     if lab is None:
         _show_list(as_json)
@@ -82,14 +89,14 @@ def command(
         _run_lab(found, figures if out is not None else figures.free(), smoke, as_json)
 
 
-def _check_options(lab: str | None, running: dict[str, bool], asked: dict[str, bool], as_json: bool) -> None:
+def _check_options(lab: str | None, running: dict[str, bool], actions: dict[str, bool], as_json: bool) -> None:
     """Refuses what would do nothing."""
-    named = [name for name, given in asked.items() if given]
-    how = [name for name, given in running.items() if given]
+    named = [name for name, is_given in actions.items() if is_given]
+    how = [name for name, is_given in running.items() if is_given]
     if lab is None and (named or how):
         raise PellucidError(f"{', '.join(named + how)} must come with a LAB; got none.", "usage")
     if len(named) > 1:
-        raise PellucidError(rule("what to do", "one of " + ", ".join(asked), ", ".join(named)), "usage")
+        raise PellucidError(rule("what to do", "one of " + ", ".join(actions), ", ".join(named)), "usage")
     if named and how:
         raise PellucidError(f"{', '.join(how)} must be left out with {named[0]}: no lab is run.", "usage")
     if as_json and named and named != ["--check"]:
@@ -142,10 +149,10 @@ class FigureFolder:
         for path in self.there():
             output.destination(path, "--out", overwrite=self.overwrite)
 
-    def write(self, shown: BlockResult) -> list[Path]:
-        names = (f"{shown.number:02d}{'' if i == 1 else f'_{i}'}.png" for i in range(1, len(shown.figures) + 1))
+    def write(self, block: BlockResult) -> list[Path]:
+        names = (f"{block.number:02d}{'' if i == 1 else f'_{i}'}.png" for i in range(1, len(block.figures) + 1))
         paths = [self.folder / name for name in names]
-        for path, figure in zip(paths, shown.figures, strict=True):
+        for path, figure in zip(paths, block.figures, strict=True):
             output.Destination(path, "--out", self.overwrite).write(partial(Path.write_bytes, data=figure))
         return paths
 
@@ -157,7 +164,7 @@ def _run_lab(lab: Lab, figures: FigureFolder, smoke: bool, as_json: bool) -> Non
         advice = "Install it: pip install 'pellucid[plot]'."
         raise PellucidError(rule("lab", "run with matplotlib", "none", advice), "lab-matplotlib")
     figures.open()
-    screen, told = output.console(), []
+    screen, records = output.console(), []
     error = None
     with output.progress(lab.stem, len(script.read(lab.page)) if as_json else 0) as done:
         for shown in process.run_page(lab.page, smoke):
@@ -165,29 +172,29 @@ def _run_lab(lab: Lab, figures: FigureFolder, smoke: bool, as_json: bool) -> Non
             error = shown.error
             if as_json:
                 record = {name: getattr(shown, name) for name in _BLOCK}
-                told.append({**record, "figures": [str(path) for path in paths]})
+                records.append({**record, "figures": [str(path) for path in paths]})
                 done()
             else:
                 _show_block(screen, shown, paths)
     if as_json:
-        output.print_json({**_facts(lab), "smoke": smoke, "blocks": told})
+        output.print_json({**_facts(lab), "smoke": smoke, "blocks": records})
     if error is not None:
         raise typer.Exit(1)
 
 
-def _show_block(screen: Console, shown: BlockResult, paths: Sequence[Path]) -> None:
+def _show_block(screen: Console, block: BlockResult, paths: Sequence[Path]) -> None:
     from pellucid.labs import script
 
-    if shown.text:
-        screen.print(script.plain(shown.text), markup=False, width=min(screen.width, _WIDTH))
+    if block.text:
+        screen.print(script.plain(block.text), markup=False, width=min(screen.width, _WIDTH))
         screen.print()
-    parts = [_highlighted(screen, shown.code)] if shown.code else []
-    parts += [shown.printed.rstrip("\n")] if shown.printed.strip() else []
+    parts = [_highlighted(screen, block.code)] if block.code else []
+    parts += [block.printed.rstrip("\n")] if block.printed.strip() else []
     for part in (*parts, *(f"figure: {path}" for path in paths)):
         output.say(part)
         output.say("")
-    if shown.error is not None:
-        output.say(f"block {shown.number} of {shown.count} failed: {shown.error}", style="red")
+    if block.error is not None:
+        output.say(f"block {block.number} of {block.count} failed: {block.error}", style="red")
 
 
 def _highlighted(screen: Console, code: str) -> Any:

@@ -5,14 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pellucid.cli import output
-from pellucid.cli.options import AsJson, Device, Dtype, Model, Overwrite, Plot, Size, flag, option
+from pellucid.cli.options import (
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    Overwrite,
+    Plot,
+    Size,
+    flag,
+    given_only,
+    option,
+    with_flags,
+)
 from pellucid.core.errors import PellucidError, rule
+from pellucid.pipeline.policy import Policy
+from pellucid.pipeline.request import Lora, flags_of, read_size
 
 if TYPE_CHECKING:
     from pellucid.evidence.drawing.memory import StageReport, StrategyReport
     from pellucid.pipeline.pipeline import Pipeline
 
 
+@with_flags(flags_of(Policy))
 def command(
     model: Model,
     size: Size = None,
@@ -22,17 +37,12 @@ def command(
     lora: Annotated[list[str] | None, option("FILE", "With this LoRA; may be repeated.")] = None,
     dtype: Dtype = None,
     device: Device = None,
-    attention: Annotated[str, option("NAME", "auto, flash, efficient, cudnn or math.")] = "auto",
-    vae_slicing: Annotated[bool, flag("--vae-slicing", "Decode one image at a time.")] = False,
-    vae_tile: Annotated[int | None, option("N", "Decode in tiles of N × N latents (default: all at once).")] = None,
-    channels_last: Annotated[bool, flag("--channels-last", "Convolutions with the channels innermost.")] = False,
-    offload: Annotated[str, option("HOW", "none, component or block: what waits on the CPU.")] = "none",
-    compiled: Annotated[bool, flag("--compile", "Compile the denoising network.")] = False,
     compare: Annotated[bool, flag("--compare", "Run each strategy and adapter: peak, time, image difference.")] = False,
     predict: Annotated[bool, flag("--predict", "Only predict, also for a device that is not here.")] = False,
     as_json: AsJson = False,
     plot: Plot = None,
     overwrite: Overwrite = False,
+    **policy_words: Any,
 ) -> None:
     """Predict each stage's peak memory and its owner, run and measure it, and compare what each saving costs.
 
@@ -44,19 +54,17 @@ def command(
     from pellucid.evidence.drawing.memory import headline
     from pellucid.pipeline.inspection_graph import sketch
     from pellucid.pipeline.load import load, widen
-    from pellucid.pipeline.policy import Policy
-    from pellucid.pipeline.request import Lora, read_size
 
     pixels = None if size is None else read_size("--size", size)
-    policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
+    policy = Policy(**given_only(**policy_words))
     with output.progress("loading", 1):
         pipe = sketch(model, dtype=dtype) if predict else load(model, dtype=dtype, device=device, policy=policy)
     elsewhere = {"policy": policy, "device": _device_named(device)} if predict else {}
     if predict and dtype is None and elsewhere["device"].type == "cpu":
         widen(pipe.components)
     loras = tuple(Lora(path) for path in lora or ())
-    asked = {"size": pixels, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras}
-    report = _compare_strategies(pipe, asked) if compare else _by_stage(pipe, asked, elsewhere)
+    settings = {"size": pixels, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras}
+    report = _compare_strategies(pipe, settings) if compare else _by_stage(pipe, settings, elsewhere)
     if as_json:
         output.print_json(report.to_dict())
     else:
@@ -80,12 +88,12 @@ def _device_named(name: str | None) -> Any:
         raise PellucidError(rule("--device", "cuda or cpu", name), "device") from None
 
 
-def _by_stage(pipe: Pipeline, asked: dict[str, Any], elsewhere: dict[str, Any]) -> StageReport:
+def _by_stage(pipe: Pipeline, settings: dict[str, Any], elsewhere: dict[str, Any]) -> StageReport:
     """Stage by stage: predicted, and measured unless the prediction is for `elsewhere`: a policy and a device."""
     from pellucid.evidence.drawing.memory import StageReport, describe_run
     from pellucid.pipeline import compare, memory
 
-    request = memory.request_for(pipe, **asked)
+    request = memory.request_for(pipe, **settings)
     with output.progress("memory", 2) as done:
         forecast = memory.predict(pipe, request, **elsewhere)
         done()
@@ -96,12 +104,12 @@ def _by_stage(pipe: Pipeline, asked: dict[str, Any], elsewhere: dict[str, Any]) 
     )
 
 
-def _compare_strategies(pipe: Pipeline, asked: dict[str, Any]) -> StrategyReport:
+def _compare_strategies(pipe: Pipeline, settings: dict[str, Any]) -> StrategyReport:
     from pellucid.evidence.drawing.memory import StrategyReport, describe_run
     from pellucid.pipeline import compare, memory
 
-    dressed = memory.request_for(pipe, **asked)
-    bare = memory.request_for(pipe, **{**asked, "controlnets": (), "loras": ()})
+    dressed = memory.request_for(pipe, **settings)
+    bare = memory.request_for(pipe, **{**settings, "controlnets": (), "loras": ()})
     found, left_out = compare.strategies(pipe, bare, dressed)
     with output.progress("comparing", len(found)) as done:
         rows = compare.compare(pipe, found, done)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from pellucid.core.errors import PellucidError, rule
 
+if TYPE_CHECKING:
+    from pellucid.pipeline.request import Flag
+
 HELP = {"help_option_names": ["-h", "--help"]}
+MODEL_HELP = "A folder, a single file, a hub id (owner/name) or a bundle."
+_C = TypeVar("_C", bound=Callable[..., Any])
 CANCELLED = 130  # the exit code that shells expect after Ctrl-C
 
 
@@ -44,6 +51,32 @@ def grid_names(incomplete: str) -> list[str]:
     return [name for name in (*OVER_TIME, *OVER_SIGMA) if name.startswith(incomplete)]
 
 
+_COMPLETIONS: dict[str, Callable[[str], list[str]]] = {"samplers": sampler_names, "grids": grid_names}
+
+
+def _typed(flag: Flag) -> Any:
+    """The flag of a field, as a type for typer."""
+    complete, help = _COMPLETIONS.get(flag.names_of), flag.help.replace("[", r"\[")
+    more = {"show_default": False, "autocompletion": complete}
+    found = option(flag.metavar, help, *flag.names, panel=flag.panel, **more)
+    return Annotated[flag.kind if flag.kind is bool else flag.kind | None, found]
+
+
+def with_flags(flags: Mapping[str, Flag]) -> Callable[[_C], _C]:
+    """Gives a command these flags, in place of its `**words`, under the names of their fields."""
+
+    def give(command: _C) -> _C:
+        own = signature(command, eval_str=True)
+        kept = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+        for name, flag in flags.items():
+            unset = False if flag.kind is bool else None
+            kept.append(Parameter(name, Parameter.KEYWORD_ONLY, default=unset, annotation=_typed(flag)))
+        command.__signature__ = own.replace(parameters=kept)  # type: ignore[attr-defined]
+        return command
+
+    return give
+
+
 def comma_words(text: str) -> tuple[str, ...]:
     """`ddim, heun`"""
     return tuple(word.strip() for word in text.split(","))
@@ -68,12 +101,7 @@ def group(words: str) -> typer.Typer:
     return typer.Typer(help=words, context_settings=HELP, no_args_is_help=True)
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A folder, a single file, a hub id (owner/name) or a bundle.", autocompletion=model_names
-    ),
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=model_names)]
 Device = Annotated[str | None, option("NAME", "cuda or cpu (default: cuda if there is one).")]
 Dtype = Annotated[str | None, option("NAME", "float32, bfloat16 or float16 (default: the model's own).")]
 Size = Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512 (default: the model's own).")]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.wording import short
 from pellucid.interop.atomic_files import put
 
 if TYPE_CHECKING:
@@ -40,13 +39,13 @@ def table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[Any]
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        drawn.add_column(column, justify="right" if column in right else "left", overflow="fold")
     listed = list(rows)
     for number, row in enumerate(listed, 1):
-        made.add_row(*row, end_section=sums and number == len(listed) - 1)
-    return made
+        drawn.add_row(*row, end_section=sums and number == len(listed) - 1)
+    return drawn
 
 
 def plain(value: Any) -> Any:
@@ -67,11 +66,6 @@ def print_json(value: Any, indent: int | None = 1) -> None:
 def say(text: object, **look: Any) -> None:
     """A line on stdout as it is: without markup, and not broken."""
     console().print(text, soft_wrap=True, markup=False, **look)
-
-
-def time_text(time: float, digits: int = 7) -> str:
-    """A told time; what rounding left of time 0 is 0."""
-    return short(0.0 if abs(time) < 1e-12 else time, digits)
 
 
 @dataclass

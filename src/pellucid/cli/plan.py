@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from pellucid.cli import output, plan_words
-from pellucid.cli.options import AsJson, Overwrite, Plot, grid_names, option, sampler_names
-from pellucid.cli.output import short, time_text
+from pellucid.cli.options import AsJson, Overwrite, Plot, option, sampler_names, with_flags
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import REGISTERS, Plan, Row, Weights, kept
 from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Level
-from pellucid.core.wording import named
+from pellucid.core.wording import named, short, time_text
+from pellucid.pipeline.request import Request, flags_of
 
 _FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}
 _SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # standard deviations of what an image is made of
+_FIELDS = {"grid": "grid", "option": "options"}  # of a request, which are options here too
 _COLUMNS = ("#", "time", "alpha", "sigma", "λ")
 
 
+@with_flags({name: flags_of(Request)[field]._replace(panel=None) for name, field in _FIELDS.items()})
 def command(
     ctx: typer.Context,
     sampler: Annotated[
@@ -38,15 +40,9 @@ def command(
     target: Annotated[
         str | None, option("NAME", "What the network predicts (default: the schedule's usual one).")
     ] = None,
-    grid: Annotated[
-        str | None, option("NAME", "Where the model is called: karras, trailing, …", autocompletion=grid_names)
-    ] = None,
     steps: Annotated[int | None, option("N", "Steps (default: 20).")] = None,
     dialect: Annotated[
         str | None, option("DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", "--as")
-    ] = None,
-    option: Annotated[
-        list[str] | None, option("KEY=VALUE", "An option of the sampler as key=value; may be repeated.")
     ] = None,
     final: Annotated[str | None, option("END", "Where the last step ends: zero or sigma_min.")] = None,
     as_json: AsJson = False,
@@ -56,6 +52,7 @@ def command(
     ] = None,
     save: Annotated[Path | None, option("FILE", "Write the plan into this JSON file.")] = None,
     overwrite: Overwrite = False,
+    **request_words: Any,
 ) -> None:
     """Show a sampler as its table: one row is one model call, then linear updates.
 
@@ -68,24 +65,24 @@ def command(
     goal = None if save is None else output.destination(save, "--save", (".json",), overwrite=overwrite)
     image = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
     words = plan_words.PlanWords.of(ctx.params)
-    made = plan_words.plan_of(words)
+    plan = plan_words.plan_of(words)
     if diff is not None:
         from pellucid.cli import plan_diff
 
-        other = plan_words.inherit(plan_words.parse_words(diff, ctx.command), words, made)
-        plan_diff.show(made, plan_words.plan_of(other), as_json)
+        other = plan_words.inherit(plan_words.parse_words(diff, ctx.command), words, plan)
+        plan_diff.show(plan, plan_words.plan_of(other), as_json)
     elif as_json:
-        print(made.to_json())
+        print(plan.to_json())
     elif image is not None:
         from pellucid.evidence.drawing.plan import draw_plan
 
-        image.write(partial(draw_plan, made))
+        image.write(partial(draw_plan, plan))
         output.wrote(image)
     else:
-        for line in (*_header(made), "", *_rows(made), "", *_legend(made)):
+        for line in (*_header(plan), "", *_rows(plan), "", *_legend(plan)):
             output.say(line)
     if goal is not None:
-        goal.write(made.to_json() + "\n")
+        goal.write(plan.to_json() + "\n")
         output.wrote(goal, as_json)
 
 
@@ -93,7 +90,7 @@ def command(
 
 
 def _header(plan: Plan) -> Iterator[Text]:
-    """What the plan is, a fact a line."""
+    """What the plan is, one fact per line."""
     title = REGISTRY[plan.name].title if plan.name in REGISTRY else plan.name
     calls = "1 model call" if plan.nfe == 1 else f"{plan.nfe} model calls"
     yield Text(f"{title} ({plan.name}): {calls} (NFE)", style="bold")
@@ -132,7 +129,7 @@ def _level(at: Level) -> str:
 
 
 def _rows(plan: Plan) -> Iterator[Text]:
-    """The table: #, told time, alpha, sigma, λ, and the update as a formula whose terms stand in columns."""
+    """The table: #, time, alpha, sigma, λ, and the update as a formula whose terms stand in columns."""
     levels = [(r.level.alpha, r.level.sigma, r.level.lam) for r in plan.rows]
     cells = [(str(i), time_text(r.time), *map(short, levels[i])) for i, r in enumerate(plan.rows)]
     widths = [max(len(c[k]) for c in (_COLUMNS, *cells)) for k in range(len(_COLUMNS))]
@@ -203,5 +200,5 @@ def _legend(plan: Plan) -> Iterator[Text]:
         "z": "z: fresh noise",
     }
     yield Text(
-        "time is what the network is told.  " + "  ".join(said[name] for name in used if name in said), style="dim"
+        "time is what is passed to the network.  " + "  ".join(said[name] for name in used if name in said), style="dim"
     )

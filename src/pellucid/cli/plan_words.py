@@ -86,12 +86,12 @@ def parse_words(text: str, command: Any) -> PlanWords:
     return words if named else replace(words, sampler="")
 
 
-def inherit(said: PlanWords, words: PlanWords, made: Plan) -> PlanWords:
+def inherit(said: PlanWords, words: PlanWords, plan: Plan) -> PlanWords:
     """What was said of another plan, completed by the words that made this one. A plan file is complete already."""
     if said.file is not None:
         return said
     if words.file is not None:
-        return said.over(_words_of(made))
+        return said.over(_words_of(plan))
     entry, grid_of_name = resolve(words.sampler)
     return said.over(replace(words, sampler=entry.name, grid=words.grid or grid_of_name))
 
@@ -104,27 +104,27 @@ def plan_of(words: PlanWords) -> Plan:
     said = {k: getattr(words, k) for k in ("schedule", "target", "grid", "steps", "dialect", "skip")}
     said = {k: v for k, v in said.items() if v is not None}
     options = {key: value_of(entry, key, value) for key, value in words.options}
-    made = _compile_with(words.sampler, said, options)
+    plan = _compile_with(words.sampler, said, options)
     if words.final is not None:
-        plain, lay = made, said.get("grid", made.grid["name"])
-        made = _compile_with(words.sampler, {**said, "grid": replace(grids.named(lay), final=words.final)}, options)
-        if words.final != "zero" and made.rows == plain.rows:
+        plain, lay = plan, said.get("grid", plan.grid["name"])
+        plan = _compile_with(words.sampler, {**said, "grid": replace(grids.named(lay), final=words.final)}, options)
+        if words.final != "zero" and plan.rows == plain.rows:
             advice = "It changes nothing there."
-            raise PellucidError(rule("final", f"zero for {made.name} as {made.dialect}", words.final, advice), "final")
-    return made
+            raise PellucidError(rule("final", f"zero for {plan.name} as {plan.dialect}", words.final, advice), "final")
+    return plan
 
 
-def _compile_with(sampler: str, said: dict[str, Any], options: dict[str, Any]) -> Plan:
+def _compile_with(sampler: str, settings: dict[str, Any], options: dict[str, Any]) -> Plan:
     """`compile_plan`, where an option of the right type and a wrong size is the user's error and not a crash."""
     try:
-        return compile_plan(sampler, **said, **options)
+        return compile_plan(sampler, **settings, **options)
     except PellucidError:
         raise
     except (ValueError, IndexError, ArithmeticError) as error:
         if not options:
             raise
-        told = ", ".join(f"{key}={value}" for key, value in options.items())
-        raise PellucidError(f"option must be one that {sampler} can use; got {told}: {error}.", "option") from None
+        listed = ", ".join(f"{key}={value}" for key, value in options.items())
+        raise PellucidError(f"option must be one that {sampler} can use; got {listed}: {error}.", "option") from None
 
 
 def _from_file(words: PlanWords, path: Path) -> Plan:
@@ -141,15 +141,15 @@ def _from_file(words: PlanWords, path: Path) -> Plan:
         return Plan.from_json(text)
 
 
-def _words_of(made: Plan) -> PlanWords:
+def _words_of(plan: Plan) -> PlanWords:
     """The words that would compile a plan again, as far as its grid and its schedule can be made."""
-    lay = dict(made.grid)
+    lay = dict(plan.grid)
     steps, skip = lay.pop("steps", None), lay.pop("skip", None)
     with _as_file_error("plan file must name a grid and a schedule that can be made"):
-        grid, curve = grids.named(Grid.from_dict(lay)), schedules.from_dict(made.schedule)
+        grid, curve = grids.named(Grid.from_dict(lay)), schedules.from_dict(plan.schedule)
         grids.points(curve, grid, steps)
-    options = tuple(made.options.items())
-    return PlanWords(made.name, curve, made.target, grid, steps, made.dialect, None, skip, options)
+    options = tuple(plan.options.items())
+    return PlanWords(plan.name, curve, plan.target, grid, steps, plan.dialect, None, skip, options)
 
 
 @contextmanager

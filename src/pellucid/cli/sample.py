@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pellucid.cli.options import grid_names, model_names, option, sampler_names
+from pellucid.cli.options import MODEL_HELP, model_names, with_flags
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.request import ADAPTERS, SPEED, WHAT, Flag, Request, flags_of, read_label, read_size
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 MAX_IMAGES = 10_000
 _MAX_PROMPTS_BYTES = 4 * 2**20
 _LOAD, _OUT = "Loading", "Output"  # panels of the help
-_COMPLETIONS: dict[str, Callable[[str], list[str]]] = {"samplers": sampler_names, "grids": grid_names}
-_LOADING = {
+LOADING = {
     "inversions": Flag(("--inversion",), "FILE", "A textual inversion; may be repeated.", ADAPTERS, list[Path]),
     "vae": Flag(("--vae",), "FOLDER", "Another autoencoder, a tiny one too.", _LOAD),
     "image_encoder": Flag(("--image-encoder",), "FOLDER", "The encoder that image prompts need.", _LOAD),
@@ -36,22 +34,22 @@ _LOADING = {
     "dtype": Flag(
         ("--dtype",),
         "NAME",
-        "float32, float16, bfloat16, stored (the files' own); stored when not given, but no float16 on a CPU.",
+        "float32, float16, bfloat16, or stored: the files' own (default: stored, but no float16 on a CPU).",
         SPEED,
     ),
     "device": Flag(("--device",), "NAME", "cpu, cuda, …", SPEED),
 }
 _OUTPUT = {
-    "batch": Flag(("--batch",), "N", "Images at once; 1 when not given, which repeats bit by bit.", SPEED, int),
-    "out": Flag(("--out",), "PATH", "A .png or a folder; out-SEED.png when not given.", _OUT, Path),
+    "batch": Flag(("--batch",), "N", "Images at once (default: 1, which repeats bit by bit).", SPEED, int),
+    "out": Flag(("--out",), "PATH", "A .png or a folder (default: out-SEED.png).", _OUT, Path),
     "overwrite": Flag(("--overwrite",), "", "Replace files that exist.", _OUT, bool),
     "grid_of": Flag(("--grid-of",), "AXES", 'A labelled sheet: "steps=10,20,50 x guidance=3,5,7".', _OUT),
-    "keep_cells": Flag(("--keep-cells",), "", "Keep each cell of the sheet, in a folder beside it.", _OUT, bool),
+    "keep_cells": Flag(("--keep-cells",), "", "Keep each cell of the sheet, in a folder next to it.", _OUT, bool),
     "trace": Flag(
         ("--trace",), "FILE", "Record every step; see pellucid trace. FILE-001, … of several runs.", _OUT, Path
     ),
     "trace_tensors": Flag(
-        ("--trace-tensors",), "", "Keep x, x0, eps and the guidance delta of each step, beside numbers.", _OUT, bool
+        ("--trace-tensors",), "", "Keep x, x0, eps and the guidance delta of each step too.", _OUT, bool
     ),
     "as_json": Flag(("--json",), "", "Print files, seeds, stages, notes and recipes as JSON.", _OUT, bool),
 }
@@ -66,56 +64,30 @@ _EXAMPLES = (
 EPILOG = "\n\n".join(line.replace("[", r"\[") for line in _EXAMPLES)
 
 
-# --- Flags ----------------------------------------------------------------------------------------------------------
+# --- The command ----------------------------------------------------------------------------------------------------
 
 
-def _typed(flag: Flag) -> Any:
-    """A flag as a type for typer."""
-    complete, help = _COMPLETIONS.get(flag.names_of), flag.help.replace("[", r"\[")
-    more = {"show_default": False, "autocompletion": complete}
-    found = option(flag.metavar, help, *flag.names, panel=flag.panel, **more)
-    return Annotated[flag.kind if flag.kind is bool else flag.kind | None, found]
-
-
-def request_option(name: str) -> Any:
-    """The flag of a request's field, for commands that take it too."""
-    return _typed(flags_of(Request)[name])
-
-
-def _signature() -> Signature:
-    """Model, prompt, and every flag; a flag's parameter has the name of its field."""
-    arguments = {
-        "model": typer.Argument(
-            metavar="MODEL",
-            help="A folder, a single file, a hub id (owner/name) or a bundle.",
-            show_default=False,
-            autocompletion=model_names,
-        ),
-        "prompt": typer.Argument(
-            metavar="PROMPT", help="What to make; @FILE takes one prompt per line.", show_default=False
-        ),
-    }
-    flags = {"from_file": _FROM, **flags_of(Request), **_LOADING, **flags_of(Policy), **_OUTPUT}
-    named = {name: Annotated[str | None, held] for name, held in arguments.items()}
-    named |= {name: _typed(flag) for name, flag in flags.items()}
-    off = {name: False for name, flag in flags.items() if flag.kind is bool}
-    kind = Parameter.KEYWORD_ONLY
-    return Signature([Parameter(n, kind, default=off.get(n), annotation=held) for n, held in named.items()])
-
-
-def command(**words: Any) -> None:
+@with_flags({"from_file": _FROM, **flags_of(Request), **LOADING, **flags_of(Policy), **_OUTPUT})
+def command(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=model_names),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help="What to make; @FILE takes one prompt per line.", show_default=False),
+    ] = None,
+    **words: Any,
+) -> None:
     """Make images. Each PNG carries its recipe, as ours and as A1111's `parameters` text.
 
     Without --sampler the model keeps its own scheduler; without --guidance it gets the guarded default.
     """
-    if words["model"] is None and words["from_file"] is None:  # said before torch is imported
+    if model is None and words["from_file"] is None:  # said before torch is imported
         raise PellucidError("MODEL must be given, or an image with --from; got neither.", "usage")
     from pellucid.cli import sample_run
 
-    sample_run.sample(words)
-
-
-command.__signature__ = _signature()  # type: ignore[attr-defined]
+    sample_run.sample({"model": model, "prompt": prompt, **words})
 
 
 # --- Words ----------------------------------------------------------------------------------------------------------
@@ -125,22 +97,22 @@ def read_options(words: Mapping[str, Any]) -> RunOptions:
     """What the words of a command set; words that are missing are left open."""
     from pellucid.pipeline.repeat import RunOptions
 
-    given = {k: v for k, v in words.items() if v is not None and v is not False and v not in ([], ())}
-    if given.get("n", 1) < 1:
-        raise PellucidError(rule("-n", "at least 1", given["n"]), "usage")
+    set_words = {k: v for k, v in words.items() if v is not None and v is not False and v not in ([], ())}
+    if set_words.get("n", 1) < 1:
+        raise PellucidError(rule("-n", "at least 1", set_words["n"]), "usage")
     return RunOptions(
-        model=given.get("model"),
-        fields=read_fields(given),
-        loras=tuple(lora(text) for text in given.get("loras", ())),
-        controls=tuple(with_image("--control", text, True) for text in given.get("controls", ())),
-        image_prompts=tuple(with_image("--image-prompt", text, False) for text in given.get("image_prompts", ())),
-        weak=given.get("weak"),
-        loading={name: given[name] for name in _LOADING if name in given},
-        policy={name: given[name] for name in flags_of(Policy) if name in given},
+        model=set_words.get("model"),
+        fields=read_fields(set_words),
+        loras=tuple(lora(text) for text in set_words.get("loras", ())),
+        controls=tuple(with_image("--control", text, True) for text in set_words.get("controls", ())),
+        image_prompts=tuple(with_image("--image-prompt", text, False) for text in set_words.get("image_prompts", ())),
+        weak=set_words.get("weak"),
+        loading={name: set_words[name] for name in LOADING if name in set_words},
+        policy={name: set_words[name] for name in flags_of(Policy) if name in set_words},
     )
 
 
-def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def read_fields(words: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request that words set, without its adapters and its weak model."""
     from pellucid.cli.plan_words import sampler_options
     from pellucid.models.guidance import Guidance
@@ -161,9 +133,9 @@ def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     }
     own = {"prompt": None, **flags_of(Request)}
     apart = ("width", "weak", "loras", "controls", "image_prompts")
-    found = {n: readers.get(n, lambda v: v)(v) for n, v in given.items() if n in own and n not in apart}
-    if "width" in given:
-        found["width"], found["height"] = read_size("--size", given["width"])
+    found = {n: readers.get(n, lambda v: v)(v) for n, v in words.items() if n in own and n not in apart}
+    if "width" in words:
+        found["width"], found["height"] = read_size("--size", words["width"])
     return found
 
 

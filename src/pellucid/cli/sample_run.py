@@ -131,13 +131,13 @@ def _jobs_of(fields: Mapping[str, Any]) -> list[_ImageJob]:
 
     things = [(prompt, label) for prompt in listed("prompt") for label in listed("label")]
     seed = fields.get("seed")
-    given = seed if isinstance(seed, list) else None
-    n = fields.get("n") or (max(len(given) // len(things), 1) if given else 1)
+    listed_seeds = seed if isinstance(seed, list) else None
+    n = fields.get("n") or (max(len(listed_seeds) // len(things), 1) if listed_seeds else 1)
     images = len(things) * n
     if images > MAX_IMAGES:
         raise PellucidError(rule("images", f"at most {MAX_IMAGES}", images), "usage")
-    if given is not None and len(given) != images:
-        raise PellucidError(rule("--seed", f"one seed, or {images}: one per image", len(given)), "seed")
+    if listed_seeds is not None and len(listed_seeds) != images:
+        raise PellucidError(rule("--seed", f"one seed, or {images}: one per image", len(listed_seeds)), "seed")
     seeds = seed_list(random_seed() if seed is None else seed, images)
     several = len(things) > 1
     return [_ImageJob(*things[i // n], seed, i + 1 if several else None) for i, seed in enumerate(seeds)]
@@ -158,7 +158,7 @@ def _request_of(jobs: Sequence[_ImageJob], fields: Mapping[str, Any]) -> Request
 
 
 def _batches(pipe: Pipeline, jobs: Sequence[_ImageJob], most: int, weighting: bool) -> Iterator[list[_ImageJob]]:
-    """Jobs in runs of at most so many. Prompts of other lengths would fill each other up: they run apart."""
+    """Jobs in runs of at most `most`. Prompts of different lengths would pad each other: they run apart."""
 
     def windows(job: _ImageJob) -> int:
         tokenizers = pipe.components.tokenizers if job.prompt else ()
@@ -223,8 +223,8 @@ def _plan_of(pipe: Pipeline, request: Request) -> RunPlan:
     except PellucidError:
         raise
     except (ValueError, TypeError, IndexError, ArithmeticError) as error:
-        given = ", ".join(f"{key}={value}" for key, value in request.options.items())
-        message = f"option must be one that {request.sampler} can use; got {given}: {error}."
+        options = ", ".join(f"{key}={value}" for key, value in request.options.items())
+        message = f"option must be one that {request.sampler} can use; got {options}: {error}."
         raise PellucidError(message, "option") from None
 
 
@@ -452,7 +452,7 @@ class StepBar:
         self.progress.update(self.task, description=f"{at}{stage}")
 
     def begin(self, units: int, steps: int) -> None:
-        """After loading: so many images or cells, and steps of all runs together."""
+        """After loading: how many images or cells, and the steps of all runs together."""
         self.total = units
         self.progress.reset(self.task, total=steps)
         self.say("encode")

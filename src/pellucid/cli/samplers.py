@@ -61,7 +61,7 @@ def _overview(entries: list[Sampler]) -> None:
     screen.print("noise none: deterministic after the first noise. calls: model calls per step.")
 
 
-def _detail(entry: Sampler, asked: str, grid: str | None) -> None:
+def _detail(entry: Sampler, word: str, grid: str | None) -> None:
     from rich.markup import escape
 
     noise = "deterministic" if entry.deterministic else "stochastic: fresh noise at the steps"
@@ -75,11 +75,11 @@ def _detail(entry: Sampler, asked: str, grid: str | None) -> None:
         ("options", escape("\n".join(f"{name} = {value!r}" for name, value in entry.options().items())) or "none"),
     ]
     if grid is not None:
-        rows.append(("grid", escape(f"{grid}, as the name {asked!r} asks")))
-    made = output.table("", "", rows=rows)
-    made.show_header = False
+        rows.append(("grid", escape(f"{grid}, as the name {word!r} asks")))
+    table = output.table("", "", rows=rows)
+    table.show_header = False
     screen = output.console()
     screen.print(f"{entry.title} ({entry.name})", style="bold")
-    screen.print(made)
+    screen.print(table)
     grid_words = f" --grid {grid}" if grid else ""
     screen.print(f"See its table: [bold]pellucid plan {entry.name}{grid_words}[/]")

@@ -9,6 +9,7 @@ import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import AsJson, Overwrite, Plot, flag
+from pellucid.core.wording import short
 
 if TYPE_CHECKING:
     from pellucid.core.schedule import Schedule
@@ -59,7 +60,9 @@ def _show(found: dict[str, Schedule], names: list[str], zero_snr: bool) -> None:
     screen = output.console()
     screen.print("Noise schedules", style="bold")
     screen.print(output.table(*columns, right=("times",), rows=rows))
-    screen.print("times: training times that the network is told. SNR = (alpha/σ)², λ = log(alpha/σ) = ½·log SNR.")
+    screen.print(
+        "times: training times as they are passed to the network. SNR = (alpha/σ)², λ = log(alpha/σ) = ½·log SNR."
+    )
     screen.print("σ is σ/alpha, or the flow's own σ. Continuous schedules: β between 1000 times.")
     if zero_snr and not names:
         screen.print("--zero-snr: continuous schedules are left out; flow and vp_cosine end at zero SNR anyway.")
@@ -68,7 +71,7 @@ def _show(found: dict[str, Schedule], names: list[str], zero_snr: bool) -> None:
 def _facts(curve: Schedule) -> tuple[str, ...]:
     """The cells of a schedule: frame, times, β, ᾱ, SNR, λ, σ, targets."""
     columns = curve.table()
-    ends = {name: (output.short(float(c[0])), output.short(float(c[-1]))) for name, c in columns.items()}
+    ends = {name: (short(float(c[0])), short(float(c[-1]))) for name, c in columns.items()}
     low, high = ends["time"]
     return (
         curve.frame,

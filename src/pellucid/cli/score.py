@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import AsJson, Device, Overwrite, flag, given_only, option
-from pellucid.core.errors import PellucidError, rule
+from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
-    from pellucid.evidence.metrics.image_text import ImageText
-    from pellucid.evidence.metrics.images import ImageSet
-    from pellucid.evidence.metrics.inception import Inception
-    from pellucid.evidence.metrics.score import FeatureSet, Score, ScoreConfig
+    from pellucid.evidence.metrics.score import Score
     from pellucid.evidence.statistics import Estimate
 
 _EXAMPLES = (
@@ -24,7 +21,6 @@ _EXAMPLES = (
     "pellucid score out/ --clip clip-vit-base-patch32 --prompts prompts.txt",
     "pellucid score data/cifar10:train --save cifar10-train.safetensors",
 )
-_MEGABYTES = 92  # of the weights, when they are downloaded
 EPILOG = "\n\n".join(("More:", *_EXAMPLES))
 
 
@@ -75,102 +71,21 @@ def command(
     for name in given_only(**with_reference, **{"no-cache": no_cache or None}):
         if against is None:
             raise PellucidError(f"--{name} must be given with --against; got it alone.", "usage")
-    from pellucid.evidence.metrics.score import ScoreConfig, with_image_text
+    from pellucid.evidence.metrics.score import ScoreConfig, ScoreRun, with_image_text
 
     kid = {"subsets": kid_subsets, "subset": kid_size}
-    asked = ScoreConfig(**given_only(**kid, neighbours=neighbours, resamples=bootstrap, seed=seed))
-    work = _ScoreRun(images, against, batch, device, cached=not no_cache)
-    fit = None if clip is None or prompts is None else work.judge(clip, prompts)  # before the long work
-    found = work.score(inception, goal, asked)
+    config = ScoreConfig(**given_only(**kid, neighbours=neighbours, resamples=bootstrap, seed=seed))
+    run = ScoreRun(images, against, config, batch, device, cached=not no_cache, bar=output.progress)
+    fit = None if clip is None or prompts is None else run.judge(clip, prompts)  # before the long work
+    found = run.score(inception, None if goal is None else goal.write)
     if fit is not None:
-        found = with_image_text(found, fit(asked))
+        found = with_image_text(found, fit())
     if as_json:
         output.print_json(found.to_json())
     else:
-        _show(found, asked.level)
+        _show(found, config.level)
     if goal is not None:
         output.wrote(goal, as_json)
-
-
-class _ScoreRun:
-    """The sets and networks of one call; what is missing is found before the long work begins."""
-
-    def __init__(self, images: str, reference: str | None, batch: int, device: str | None, cached: bool) -> None:
-        from pellucid.evidence.metrics.fid import Statistics
-        from pellucid.evidence.metrics.images import open_images
-        from pellucid.interop import source
-        from pellucid.pipeline.load import default_device
-
-        self.names = (images, reference)
-        self.images = open_images(images)
-        self.reference = None if reference is None else open_images(reference)
-        self.batch, self.cached = batch, cached
-        self.device = source.place(device) or default_device()
-        self.known = [isinstance(side, Statistics) for side in (self.images, self.reference) if side is not None]
-
-    def score(self, inception: Path | None, save: output.Destination | None, asked: ScoreConfig) -> Score:
-        """The figures against the reference; without one, only the count."""
-        from pellucid.evidence.metrics.score import Score, score, stages
-
-        name, against = self.names
-        if against is None and save is None:
-            return Score(name, len(self.image_set("--clip")))
-        if save is not None:
-            self.image_set("--save")
-        network = self.network(inception)
-        mine = self.measured(name, self.images, network, False)
-        if save is not None:
-            save.write(mine.statistics.save)
-        if against is None:
-            return Score(name, mine.count, notes=tuple(mine.notes()))
-        other = self.measured(against, self.reference, network, self.cached)
-        with output.progress("scoring", stages(asked)) as seen:
-            return score(mine, other, asked, seen)
-
-    def network(self, path: Path | None) -> Inception | None:
-        """FID's network, unless both sides are statistics already."""
-        from pellucid.evidence.metrics.inception import load_inception
-
-        if all(self.known):
-            if path is not None:
-                raise PellucidError(rule("--inception", "left out for statistics", str(path)), "usage")
-            return None
-        with output.progress("Inception's weights", _MEGABYTES) as seen:
-            return load_inception(path, self.device, lambda *_: seen())
-
-    def measured(self, name: str, side: Any, network: Inception | None, cached: bool) -> FeatureSet:
-        """One side as the network sees it."""
-        from pellucid.evidence.metrics import score
-        from pellucid.evidence.metrics.fid import Statistics
-        from pellucid.evidence.metrics.inception import cache_folder
-
-        if network is None or isinstance(side, Statistics):
-            return score.FeatureSet(name, side.to(self.device))
-        with output.progress(name, len(side)) as done:
-            if cached:
-                return score.measure_cached(side, network, cache_folder(), self.batch, done)
-            return score.measure(side, network, self.batch, done)
-
-    def image_set(self, option: str) -> ImageSet:
-        from pellucid.evidence.metrics.fid import Statistics
-
-        if isinstance(self.images, Statistics):
-            raise PellucidError(rule(f"IMAGES of {option}", "images", "statistics"), "usage")
-        return self.images
-
-    def judge(self, clip: str, prompts: Path) -> Callable[[ScoreConfig], ImageText]:
-        """What says how well each image fits its prompt, ready to run."""
-        from pellucid.evidence.metrics.image_text import Judge, image_text, read_prompts
-
-        images = self.image_set("--clip")
-        texts = read_prompts(prompts, images)
-        judge = Judge.load(clip, self.device)
-
-        def run(asked: ScoreConfig) -> ImageText:
-            with output.progress("prompts", len(images)) as done:
-                return image_text(images, texts, judge, asked.resamples, asked.seed, done)
-
-        return run
 
 
 def _show(found: Score, level: float) -> None:

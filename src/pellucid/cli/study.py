@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,25 +13,107 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, Out, comma_words, flag, group, model_names, numbers, option
-from pellucid.cli.run_study import AsJson, Folder, Processes, Ray, Shard, fields_given, print_tables, run
-from pellucid.cli.study_scenes import study_adherence, study_guidance
+from pellucid.cli.options import (
+    MODEL_HELP,
+    Device,
+    Out,
+    Size,
+    comma_words,
+    flag,
+    given_only,
+    group,
+    model_names,
+    numbers,
+    option,
+)
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
-    from pellucid.evidence.study.interaction import Interaction, InteractionStudyConfig
-    from pellucid.evidence.study.oracle_results import OracleResults
+    from pellucid.evidence.adherence.study import AdherenceFigures
+    from pellucid.evidence.report.page import Table
+    from pellucid.evidence.study.guidance_report import GuidanceReport
+    from pellucid.evidence.study.interaction import InteractionResults, InteractionStudyConfig
+    from pellucid.evidence.study.kernel import Study
+    from pellucid.evidence.study.oracle import OracleResults
     from pellucid.evidence.study.samplers_verdict import SamplerFigures
 
-Batch = Annotated[int | None, option("N", "Images at once; 16.", min=1)]
-Clip = Annotated[str | None, option("FOLDER", "A CLIP for the image-text score; the bundle's own.")]
-ConvergedSteps = Annotated[int | None, option("N", "Its steps; 200.", min=2)]
-DType = Annotated[str | None, option("NAME", "float32, float16, bfloat16; float32.")]
-FirstSeed = Annotated[int | None, option("N", "Of the first image; 0.", min=0)]
-GuidanceText = Annotated[str | None, option("TEXT", "As it is: 4, 4 + apg, …; the model's own when not given.")]
-PathSteps = Annotated[int | None, option("N", "Steps of a stochastic sampler's own yardstick; 500.", min=2)]
+AsJson = Annotated[bool, flag("--json", "Print the figures as JSON.")]
+Batch = Annotated[int | None, option("N", "Images at once (default: 16).", min=1)]
+By = Annotated[
+    str | None, option("MEASURE", "What decides: distance, latent, kid, image_text, right (default: distance).")
+]
+Clip = Annotated[str | None, option("FOLDER", "A CLIP for the image-text score (default: the bundle's own).")]
+ConvergedSteps = Annotated[int | None, option("N", "Its steps (default: 200).", min=2)]
+DType = Annotated[str | None, option("NAME", "float32, float16 or bfloat16 (default: float32).")]
+FirstSeed = Annotated[int | None, option("N", "Seed of the first image (default: 0).", min=0)]
+Folder = Annotated[Path, option("FOLDER", "Output folder; a study that was stopped goes on.")]
+GuidanceText = Annotated[str | None, option("TEXT", "4, 4 + apg, … (default: the model's own).")]
+Inception = Annotated[Path | None, option("FILE", "Inception's weights, for KID and FID (default: the cached ones).")]
+Part = Annotated[str | None, option("NAME", "unet, or dit: the transformer beside it (default: unet).")]
+PathSteps = Annotated[int | None, option("N", "Steps of a stochastic sampler's own yardstick (default: 500).", min=2)]
+Processes = Annotated[int | None, option("N", "Work in this many processes here.", min=1)]
+Ray = Annotated[int | None, option("N", "The same as tasks of a Ray cluster.", min=1)]
+Sampler = Annotated[str | None, option("NAME", "The sampler (default: dpmpp_2m).")]
+Shard = Annotated[str | None, option("I/N", "Make only this share of the work: 0/4 is the first of four.")]
+Steps = Annotated[int | None, option("N", "Its steps (default: 20).", min=1)]
 
 app = group("Compare set-ups, with evidence.")
+
+
+# --- What the commands share ----------------------------------------------------------------------------------------
+
+
+def fields_given(kind: type[Any], words: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config that the command line sets."""
+    return given_only(**{field.name: words.get(field.name) for field in fields(kind)})
+
+
+def run(
+    kind: type[Study[Any, Any]],
+    config: Any,
+    words: dict[str, Any],
+    show: Callable[[Any, Path], object],
+    *,
+    out: Path | None = None,
+    figures: str = "figures.json",
+    bar: Any = output.progress,
+    **resources: Any,
+) -> None:
+    """The whole study, or one share of it, as the `words` of the command line say. --json prints the file of
+    `figures` that the report wrote."""
+    from pellucid.evidence.study.kernel import run_study, shard_of
+
+    folder, shard, processes, ray = out or words["out"], *map(words.get, ("shard", "processes", "ray"))
+    if "device" in words:
+        resources["device"] = words["device"]
+    if shard is None:
+        found = run_study(kind, config, folder, processes=processes or 1, ray=ray or 0, bar=bar, **resources)
+        if words["as_json"]:
+            output.print_json(json.loads((folder / figures).read_text("utf-8")))
+        else:
+            show(found, folder)
+        return
+    if processes or ray:
+        raise PellucidError(rule("--shard", "given without --processes and --ray", shard), "shard")
+    index, count = shard_of(shard)
+    study = kind.open(config, folder, (index, count), **resources)
+    study.run(bar)  # of this share's cells alone; the report is the whole study's
+    parts = len({study.part(cell) for cell in study.shares(count)[index]})
+    if words["as_json"]:
+        output.print_json({"shard": index, "of": count, kind.parts: parts, "folder": str(folder)})
+    else:
+        then = "When all are done, run the same without --shard."
+        print(f"shard {index} of {count}: {parts} {kind.parts} → {folder}. {then}")
+
+
+def print_tables(tables: Iterable[Table], sentences: Iterable[str], right: Callable[[Table], tuple[str, ...]]) -> None:
+    """Tables under their titles, whose columns named by `right` hold numbers, and what they say."""
+    console = output.console()
+    for one in tables:
+        console.print(one.title, style="bold", markup=False)
+        console.print(output.table(*one.columns, right=right(one), rows=one.rows))
+    for sentence in sentences:
+        console.print(sentence, markup=False)
 
 
 # --- Schedules ------------------------------------------------------------------------------------------------------
@@ -53,13 +137,131 @@ def study_schedules(
     from pellucid.evidence.study.kernel import no_bar
     from pellucid.evidence.study.schedules import ScheduleStudy, ScheduleStudyConfig
 
-    asked, folder = ScheduleStudyConfig.load(config), out or Path("out") / config.stem
+    study_config, folder = ScheduleStudyConfig.load(config), out or Path("out") / config.stem
     how = {"figures": "table.json", "say": partial(print, file=sys.stderr), "bar": no_bar}
-    run(ScheduleStudy, asked, ctx.params, lambda found, at: print(at / "report.html"), out=folder, **how)
+    run(ScheduleStudy, study_config, ctx.params, lambda found, at: print(at / "report.html"), out=folder, **how)
 
 
-app.command("adherence")(study_adherence)
-app.command("guidance")(study_guidance)
+# --- Adherence ------------------------------------------------------------------------------------------------------
+
+
+@app.command("adherence")
+def study_adherence(
+    ctx: typer.Context,
+    model: Annotated[str, option("MODEL", "A bundle's name, or the folder of a model of scenes.")],
+    out: Folder = Path("out/adherence"),
+    part: Part = None,
+    prompts: Annotated[int | None, option("N", "How many prompts (default: 1000).", min=1)] = None,
+    objects: Annotated[str | None, option("N,N", "Numbers of objects, drawn at random (default: 1,2,3).")] = None,
+    sampler: Sampler = None,
+    steps: Steps = None,
+    guidance: Annotated[float | None, option("X", "The guidance scale (default: 4).")] = None,
+    batch: Annotated[int | None, option("N", "Images at once (default: 50).", min=1)] = None,
+    seed: Annotated[int | None, option("N", "Seed of the prompts, and of the first image (default: 0).", min=0)] = None,
+    dtype: DType = None,
+    device: Device = None,
+    shard: Shard = None,
+    processes: Processes = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask for combinations that training never saw, read the images, and count what is right.
+
+    Writes a table, a sheet of 100 random images and a sheet of failures.
+
+    Example: [bold]pellucid study adherence --model scenes-128 --prompts 200[/]
+    """
+    from pellucid.evidence.adherence.samples import ImageSettings
+    from pellucid.evidence.adherence.study import AdherenceConfig, AdherenceStudy
+
+    making = ImageSettings(**fields_given(ImageSettings, ctx.params))
+    read = {"making": making, "objects": None if objects is None else numbers("--objects", objects)}
+    config = AdherenceConfig(**fields_given(AdherenceConfig, {**ctx.params, **read}))
+    run(AdherenceStudy, config, ctx.params, _show_adherence)
+
+
+def _show_adherence(found: dict[str, AdherenceFigures], out: Path) -> None:
+    from pellucid.evidence.adherence.study import adherence_table
+
+    table = adherence_table(found)
+    shown = output.table(*table.columns, right=table.columns[1:])
+    for row in table.rows:
+        shown.add_row(*(cell.replace("**", "") for cell in row), style="bold" if "**" in row[0] else None)
+    output.console().print(shown)
+    failures = ", failures.png" if (out / "failures.png").exists() else ""
+    print(f"95 % intervals → {out}: table.md, figures.json, random.png{failures}")
+
+
+# --- Guidance -------------------------------------------------------------------------------------------------------
+
+
+@app.command("guidance")
+def study_guidance(
+    ctx: typer.Context,
+    model: Annotated[str, option("MODEL", "What `pellucid sample` takes: a bundle, a folder, …")],
+    scales: Annotated[str | None, option("X,X", "Guidance scales (default: 1,2,4,7,10,15).")] = None,
+    rules: Annotated[
+        str | None,
+        option(
+            "NAME,NAME",
+            "Rules, such as apg or 'rescale phi=0.5' (default: plain, rescale, dynamic, interval, apg, cfg_zero).",
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        option("FILE", "One prompt per line; or scenes:N, captions whose truth is known (default: scenes:64)."),
+    ] = None,
+    seeds: Annotated[int | None, option("N", "Images of each prompt (default: 4).", min=1)] = None,
+    out: Folder = Path("out/guidance"),
+    clip: Annotated[
+        str | None, option("FOLDER", "A CLIP that scores prompts of a file (default: the bundle's own).")
+    ] = None,
+    reference: Annotated[
+        str | None, option("FOLDER", "True images (default: those of the scenes, or else unguided ones).")
+    ] = None,
+    tolerance: Annotated[
+        float | None, option("X", "How far looks may be from the reference's, as a share (default: 0.1).")
+    ] = None,
+    sampler: Sampler = None,
+    steps: Steps = None,
+    batch: Annotated[int | None, option("N", "Images at once (default: 32).", min=1)] = None,
+    seed: Annotated[int | None, option("N", "Seed of the scenes, and of the first image (default: 0).", min=0)] = None,
+    part: Part = None,
+    dtype: DType = None,
+    device: Device = None,
+    shard: Shard = None,
+    processes: Processes = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
+) -> None:
+    """Guide one model with every scale under every rule, and find the scales that are useful.
+
+    Adherence, colour bleeding, saturation, sharpness and diversity, with intervals; report.html and charts.
+
+    Example: [bold]pellucid study guidance --model scenes-128 --scales 1,2,4,7,10 --rules plain,rescale,apg[/]
+    """
+    from pellucid.evidence.study.guidance import GuidanceStudy, GuidanceStudyConfig, with_own_clip
+
+    read = {
+        "scales": None if scales is None else numbers("--scales", scales, float),
+        "rules": None if rules is None else tuple(" ".join(name.split()) for name in rules.split(",")),
+    }
+    config = GuidanceStudyConfig(**fields_given(GuidanceStudyConfig, {**ctx.params, **read}))
+    run(GuidanceStudy, with_own_clip(config), ctx.params, _show_guidance)
+
+
+def _show_guidance(report: GuidanceReport, out: Path) -> None:
+    from pellucid.evidence.study.guidance_report import definition, doubts, headline, range_table
+
+    console = output.console()
+    console.print(headline(report), markup=False)
+    table = range_table(report)
+    console.print(output.table(*table.columns, right=table.columns[1:4], rows=table.rows))
+    console.print(definition(report), markup=False)
+    console.print(report.advice.words, markup=False, style="bold")
+    for words in doubts(report.found):
+        console.print(words, markup=False)
+    print(f"→ {out}: report.html, table.md, figures.json, charts/")
 
 
 # --- The exact denoiser ---------------------------------------------------------------------------------------------
@@ -70,13 +272,13 @@ def study_oracle(
     ctx: typer.Context,
     samplers: Annotated[str, option("NAME,NAME", "Samplers, such as ddim,unipc:order=3, or all.")] = "all",
     grids: Annotated[str, option("NAME,NAME", "Time grids, or all.")] = "all",
-    schedules: Annotated[str | None, option("NAME,NAME", "linear,cosine,edm,flow when not given.")] = None,
+    schedules: Annotated[str | None, option("NAME,NAME", "Noise schedules (default: linear,cosine,edm,flow).")] = None,
     nfe: Annotated[
         str | None,
-        option("N,N", "Budgets of model calls: each takes the steps that fit; 5,8,10,14,20,30,50 if not given."),
+        option("N,N", "Budgets of model calls: each takes the steps that fit (default: 5,8,10,14,20,30,50)."),
     ] = None,
-    points: Annotated[int | None, option("N", "Points of a run; 1024 when not given.")] = None,
-    seed: Annotated[int | None, option("N", "Of the points; 0 when not given.", min=0)] = None,
+    points: Annotated[int | None, option("N", "Points of a run (default: 1024).")] = None,
+    seed: Annotated[int | None, option("N", "Seed of the points (default: 0).", min=0)] = None,
     out: Folder = Path("out/oracle"),
     shard: Shard = None,
     processes: Processes = None,
@@ -89,9 +291,8 @@ def study_oracle(
 
     Example: [bold]pellucid study oracle --samplers ddim,heun,dpmpp_2m,unipc --grids karras,trailing --nfe 5,10,20[/]
     """
-    import torch
-
     from pellucid.core import grid, schedule
+    from pellucid.evidence.study.kernel import one_thread
     from pellucid.evidence.study.oracle import OracleStudy, OracleStudyConfig
     from pellucid.evidence.study.setups import setup_without_grid
 
@@ -105,12 +306,8 @@ def study_oracle(
         "nfe": None if nfe is None else numbers("--nfe", nfe),
     }
     config = OracleStudyConfig(**fields_given(OracleStudyConfig, {**ctx.params, **read}))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # points in a few dimensions gain nothing from more
-    try:
+    with one_thread():  # points in a few dimensions gain nothing from more
         run(OracleStudy, config, ctx.params, _show_oracle)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _show_oracle(found: OracleResults, out: Path) -> None:
@@ -129,31 +326,27 @@ def _show_oracle(found: OracleResults, out: Path) -> None:
 @app.command("samplers")
 def study_samplers(
     ctx: typer.Context,
-    model: Annotated[
-        str, option("MODEL", "A folder, a single file, a hub id (owner/name) or a bundle.", autocompletion=model_names)
-    ],
+    model: Annotated[str, option("MODEL", MODEL_HELP, autocompletion=model_names)],
     samplers: Annotated[str, option("NAME,…", "Each NAME[:GRID][:KEY=VALUE…], or a plan file (.json).")],
     steps: Annotated[str, option("N,…", "Step counts, such as 5,10,20.")],
     prompts: Annotated[
-        str | None, option("FILE", "A prompt (or a class) a line; scenes:N for N held-out scenes.")
+        str | None, option("FILE", "One prompt (or class) per line; scenes:N for N held-out scenes.")
     ] = None,
-    seeds: Annotated[int | None, option("N", "Images of each prompt; 1.", min=1)] = None,
+    seeds: Annotated[int | None, option("N", "Images of each prompt (default: 1).", min=1)] = None,
     seed: FirstSeed = None,
     out: Folder = Path("out/samplers"),
     guidance: GuidanceText = None,
-    size: Annotated[str | None, option("WxH", "Pixels, as 768x512; the model's own.")] = None,
+    size: Size = None,
     batch: Batch = None,
-    by: Annotated[
-        str | None, option("MEASURE", "What decides: distance, latent, kid, image_text, right; distance.")
+    by: By = None,
+    converged: Annotated[
+        str | None, option("NAME", "Sampler of the yardstick (default: dpmpp_3m:exponential).")
     ] = None,
-    converged: Annotated[str | None, option("NAME", "The sampler of the yardstick; dpmpp_3m:exponential.")] = None,
     converged_steps: ConvergedSteps = None,
     path_steps: PathSteps = None,
-    rounds: Annotated[int | None, option("N", "Times that each cell is timed; 5.", min=1)] = None,
+    rounds: Annotated[int | None, option("N", "How often each cell is timed (default: 5).", min=1)] = None,
     reference: Annotated[str | None, option("FOLDER", "Images for KID and FID in place of the converged ones.")] = None,
-    inception: Annotated[
-        Path | None, option("FILE", "Weights for KID and FID; the cached ones when not given.")
-    ] = None,
+    inception: Inception = None,
     clip: Clip = None,
     dtype: DType = None,
     device: Device = None,
@@ -220,27 +413,29 @@ def study_interaction(
     models: Annotated[
         str | None, option("MODEL,…", "Folders, files, hub ids or bundles, each trained its own way.")
     ] = None,
-    names: Annotated[str | None, option("NAME,…", "Of the models; the names of their folders when not given.")] = None,
+    names: Annotated[str | None, option("NAME,…", "Names of the models (default: those of their folders).")] = None,
     samplers: Annotated[str | None, option("NAME,…", "Each NAME[:GRID][:KEY=VALUE…].")] = None,
     steps: Annotated[
         str | None, option("N,…", "Step counts, and the budgets of model calls at which samplers are compared.")
     ] = None,
-    prompts: Annotated[str | None, option("FILE", "A prompt per line, or scenes:N, for models that take text.")] = None,
-    seeds: Annotated[int | None, option("N", "Images of each prompt; 32.", min=1)] = None,
+    prompts: Annotated[
+        str | None, option("FILE", "One prompt per line, or scenes:N, for models that take text.")
+    ] = None,
+    seeds: Annotated[int | None, option("N", "Images of each prompt (default: 32).", min=1)] = None,
     seed: FirstSeed = None,
     guidance: GuidanceText = None,
     batch: Batch = None,
-    by: Annotated[str | None, option("MEASURE", "distance, latent, kid, image_text, right; distance.")] = None,
-    converged: Annotated[str | None, option("NAME", "The sampler of the yardstick; dpmpp_3m:karras.")] = None,
+    by: By = None,
+    converged: Annotated[str | None, option("NAME", "Sampler of the yardstick (default: dpmpp_3m:karras).")] = None,
     converged_steps: ConvergedSteps = None,
     path_steps: PathSteps = None,
     reference: Annotated[str | None, option("FOLDER", "True images for KID, such as data/cifar10:train.")] = None,
-    inception: Annotated[Path | None, option("FILE", "Weights for KID; the cached ones when not given.")] = None,
+    inception: Inception = None,
     clip: Clip = None,
     dtype: DType = None,
     device: Device = None,
     out: Annotated[
-        Path | None, option("FOLDER", "Where it writes; out/interaction, or out/NAME of the config.")
+        Path | None, option("FOLDER", "Output folder (default: out/interaction, or out/NAME of the config).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -279,7 +474,7 @@ def _read_interaction(config: Path | None, words: dict[str, Any]) -> Interaction
     return InteractionStudyConfig(**known)
 
 
-def _show_interaction(found: Interaction, folder: Path) -> None:
+def _show_interaction(found: InteractionResults, folder: Path) -> None:
     from pellucid.evidence.study import interaction_report
 
     sentences = [*interaction_report.sentences(found), *interaction_report.about_converged(found)]

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Overwrite, flag, group, option
-from pellucid.cli.sample import read_options, request_option
+from pellucid.cli.options import Overwrite, flag, group, option, with_flags
+from pellucid.cli.sample import read_options
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.request import Request, flags_of
-
-if TYPE_CHECKING:
-    from pellucid.evidence.trace.reading import Trace
 
 app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, run again, lay out in time.")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace.", show_default=False)]
 AsJson = Annotated[bool, flag("--json", "Print it as JSON.", metavar=None)]
 Partial = Annotated[bool, flag("--partial", "Read what is whole of a trace that was cut or killed.", metavar=None)]
-Model = Annotated[str | None, option("MODEL", "The model; the recipe's when it is here, if not given.")]
-Image, Mask, Weak = (request_option(name) for name in ("image", "mask", "weak"))
-LoraFiles, ControlWords, ImagePromptWords = (request_option(name) for name in ("loras", "controls", "image_prompts"))
+Model = Annotated[str | None, option("MODEL", "The model (default: that of the recipe, where it is here).")]
 Device = Annotated[str | None, option("NAME", "cpu, cuda, …")]
+# What a recipe does not hold: images and adapters
+_INPUTS = {n: flags_of(Request)[n] for n in ("image", "mask", "loras", "controls", "image_prompts", "weak")}
 
 
 @app.command("show")
 def show(
     file: File,
-    index: Annotated[int | None, option("N", "One image of a batch, from 0; means when not given.")] = None,
+    index: Annotated[int | None, option("N", "One image of a batch, from 0 (default: the mean of all).")] = None,
     plot: Annotated[Path | None, option("PNG", "Draw x, x0 and guidance by step, over the curves.")] = None,
     model: Model = None,
     overwrite: Overwrite = False,
@@ -45,7 +42,7 @@ def show(
     """
     from pellucid.cli import trace_text
     from pellucid.evidence import trace as traces
-    from pellucid.evidence.trace import filmstrip
+    from pellucid.evidence.trace import filmstrip, previews
 
     if plot is None and (model is not None or linear):
         raise PellucidError("--model and --linear must come with --plot, which draws images; got them alone.", "usage")
@@ -62,7 +59,7 @@ def show(
         trace_text.show_trace(trace, index)
     if goal is None:
         return
-    vae, note = (None, "") if linear or not trace.has_images else _vae_of(trace, model)
+    vae, note = (None, "") if linear or not trace.has_images else previews.vae_of(trace, model)
     if not trace.has_images:
         note = "only the curves are drawn: the trace holds no tensors (--trace-tensors keeps them)"
     if note:
@@ -71,30 +68,6 @@ def show(
         goal.write(lambda part: filmstrip.draw(trace, part, image=index or 0, vae=vae))
         done()
     output.wrote(goal, as_json)
-
-
-def _vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
-    """The VAE that decodes a trace, and a note on it."""
-    from pellucid.interop import source
-    from pellucid.pipeline import fingerprint, repeat
-
-    recipe = trace.header.recipe
-    if len(trace.header.shape) != 3 or trace.header.shape[0] in (1, 3) or (recipe is None and model is None):
-        return None, ""
-    try:
-        name = model or repeat.model_of(repeat.RecipeSource(trace.path, recipe))  # type: ignore[arg-type]
-    except PellucidError:
-        return None, f"latents are mapped to colours: {recipe.model} is not here to decode them (--model)"  # type: ignore
-    root, dtype = source.locate(name), recipe.dtype or None if recipe is not None else None
-    if (root / "vae").is_dir():  # the rest of the model is not needed
-        vae = source.load_component(root / "vae", dtype=dtype)
-    else:
-        vae = source.read_components(name, dtype=dtype).vae
-    if vae is None:
-        return None, f"latents are mapped to colours: {name} has no VAE"
-    known = (recipe.model_hash or "").partition(":")[2].split("-") if recipe is not None else []
-    other = len(known) == len(fingerprint.PARTS) and fingerprint.short_hash(fingerprint.of_network(vae)) != known[1]
-    return vae.float().eval(), "decoded with another VAE than the run had" if other else ""
 
 
 @app.command("diff")
@@ -129,18 +102,14 @@ def diff(
 
 
 @app.command("replay")
+@with_flags(_INPUTS)
 def replay(
     ctx: typer.Context,
     file: File,
     model: Model = None,
     device: Device = None,
-    image: Image = None,
-    mask: Mask = None,
-    loras: LoraFiles = None,
-    controls: ControlWords = None,
-    image_prompts: ImagePromptWords = None,
-    weak: Weak = None,
     as_json: AsJson = False,
+    **inputs: Any,
 ) -> None:
     """Run it again and compare every step, bit by bit. Exit 1 where it is not the same, with the step and the cause.
 
@@ -167,11 +136,10 @@ def replay(
         with output.progress("running again", trace.header.steps) as done:
             found = replays.replay_recipe(trace, options, (lambda _: done(),))
     else:  # of a bare denoiser, which no file holds: its predictions replace it
-        for name in ("image", "mask", "loras", "controls", "image_prompts", "weak", "model"):
-            if ctx.params[name]:
-                named = "--model" if name == "model" else flags_of(Request)[name].names[0]
-                must = "must be left out: the trace is of a bare denoiser, without a recipe."
-                raise PellucidError(f"{named} {must}", "usage")
+        unused = [flag.names[0] for name, flag in _INPUTS.items() if inputs[name]] + ["--model"] * bool(model)
+        if unused:
+            must = "must be left out: the trace is of a bare denoiser, without a recipe."
+            raise PellucidError(f"{unused[0]} {must}", "usage")
         found = replays.replay(trace, device=device or "cpu")
     if as_json:
         output.print_json({"way": found.way, **trace_text.comparison_dict(found.comparison)})
@@ -187,7 +155,7 @@ def replay(
 @app.command("timeline")
 def timeline(
     file: File,
-    out: Annotated[Path | None, option("JSON", "Where to; FILE with .json when not given.")] = None,
+    out: Annotated[Path | None, option("JSON", "Output file (default: FILE with .json).")] = None,
     overwrite: Overwrite = False,
     partial: Partial = False,
     as_json: AsJson = False,

@@ -13,8 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from pellucid.cli import output
-from pellucid.cli.output import short
-from pellucid.core.wording import counted
+from pellucid.core.wording import counted, short, time_text
 from pellucid.evidence.trace import diff
 from pellucid.evidence.trace.diff import Comparison
 from pellucid.evidence.trace.header import Header
@@ -81,7 +80,7 @@ def _noise_of(header: Header) -> str:
 def _step_table(trace: Trace, index: int | None) -> Table:
     """One row per step: sizes as root mean squares, so that images of any size read alike."""
     heads = ("step", "σ/α", "time", "x", "x0", "eps", "x0−cond", "cosine", "saturated", "error", "model", "other", "MB")
-    made = output.table(*heads, right=heads)
+    table = output.table(*heads, right=heads)
     root = math.sqrt(trace.header.numbers)
     for step in trace.steps:
         if index is not None and index not in step.images:
@@ -92,10 +91,10 @@ def _step_table(trace: Trace, index: int | None) -> Table:
         ended = {mark.work for mark in step.marks} <= set(step.seconds)  # not so of the last step of a cut trace
         other = sum(value for work, value in seconds.items() if work != "model") if ended else math.nan
         row = step.rows[0 if index is None else step.of(index)]
-        made.add_row(
+        table.add_row(
             str(step.index),
             short(row.level.ratio),
-            output.time_text(row.time, 5),
+            time_text(row.time, 5),
             *(_number(pick(step.norms[name]) / root) for name in ("x", "x0", "eps", "delta")),
             _number(pick(step.cosine), 4),
             _number(100 * pick(step.saturation), 3, " %"),
@@ -104,7 +103,7 @@ def _step_table(trace: Trace, index: int | None) -> Table:
             _number(1e3 * other, 3, " ms"),
             "" if step.memory is None else f"{step.memory / 1e6:.0f}",
         )
-    return made
+    return table
 
 
 def _picker(step: Step, index: int | None) -> Callable[[Any], float]:

@@ -79,8 +79,8 @@ def _show_stopped(steps: int, folder: Path, config: Path, words: dict[str, Any])
     from pellucid.train.checkpoint import Checkpoints
 
     kept = max(Checkpoints(folder / "checkpoints").steps(), default=0)
-    given = [word for name, value in words.items() if value is not None for word in (name, str(value)) if word]
-    again = shlex.join(["pellucid", "train", str(config), *given])
+    options = [word for name, value in words.items() if value is not None for word in (name, str(value)) if word]
+    again = shlex.join(["pellucid", "train", str(config), *options])
     if "RANK" in os.environ:
         again = "the same torchrun command"
     print(f"cancelled: {folder} keeps {kept} of {steps} steps. Continue with: {again}", file=sys.stderr)
@@ -90,7 +90,7 @@ def _show_stopped(steps: int, folder: Path, config: Path, words: dict[str, Any])
 
 
 def _show_explanation(config: TrainConfig, ranks: int, *, as_json: bool) -> None:
-    """Builds the network on the CPU, and says what a run of so many ranks would do with it."""
+    """Builds the network on the CPU, and says what a run on this many ranks would do with it."""
     import torch
 
     from pellucid.train.config import chosen

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pellucid.cli import output
 from pellucid.cli.options import AsJson, Device, Overwrite, flag, given_only, model_names, numbers, option
 from pellucid.core.errors import PellucidError
+from pellucid.core.wording import short
 
 if TYPE_CHECKING:
     from pellucid.evidence.tune.tuning import TuningResult
@@ -18,7 +19,7 @@ _EXAMPLES = (
     "pellucid sample scenes-128 'a red star' --plan plan.json --guidance 4",
 )
 EPILOG = "\n\n".join(("More:", *_EXAMPLES))
-_UNRESOLVED = 3.0  # errors below so many times the teacher's own say little
+_UNRESOLVED = 3.0  # times the teacher's own error: smaller errors say little
 
 
 def command(
@@ -121,8 +122,8 @@ def show(tuned: TuningResult, out: Path) -> None:
 
 def _figure_cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
     return (
-        output.short(row["mean"]),
-        f"{output.short(row['low'])} to {output.short(row['high'])}",
-        output.short(row["median"]),
-        output.short(row["p90"]),
+        short(row["mean"]),
+        f"{short(row['low'])} to {short(row['high'])}",
+        short(row["median"]),
+        short(row["p90"]),
     )

@@ -13,6 +13,11 @@ def short(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}".replace("-", "−")
 
 
+def time_text(time: float, digits: int = 7) -> str:
+    """A time that is passed to the network; what rounding left of time 0 is 0."""
+    return short(0.0 if abs(time) < 1e-12 else time, digits)
+
+
 def counted(count: int, word: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{count} {word}" + ("" if count == 1 else "s")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +47,7 @@ _FOLLOWED = 4  # of them, the one that is shown on its way
 
 @dataclass(frozen=True)
 class DemoImage:
-    """An image, what it was asked to be, and whether the reader found that."""
+    """An image, its prompt, and whether the reader found what the prompt says."""
 
     prompt: str
     image: Image.Image
@@ -57,10 +56,10 @@ class DemoImage:
 
     @property
     def wrong(self) -> str:
-        """What was asked for and is not there, in words."""
+        """What the prompt says and the image does not show, in words."""
         marks = [mark for mark in self.grade.marks if mark.verdict != "right"]
-        told = [f"{mark.what}: {mark.seen or 'unreadable'}, not {mark.wanted}" for mark in marks]
-        return "; ".join(told[:2]) or (self.grade.trouble or "")
+        faults = [f"{mark.what}: {mark.seen or 'unreadable'}, not {mark.wanted}" for mark in marks]
+        return "; ".join(faults[:2]) or (self.grade.trouble or "")
 
 
 @dataclass(frozen=True)
@@ -72,17 +71,6 @@ class Moment:
     x0: Image.Image
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch uses one thread a kernel: small work is quicker so, and images run side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def make_images(
     pipe: Pipeline, steps: int, watch: StepRecorder, done: Callable[[], None]
 ) -> tuple[list[Image.Image], list[float]]:
@@ -90,9 +78,9 @@ def make_images(
 
     def one(number: int) -> tuple[Image.Image, float]:
         began = time.perf_counter()
-        asked: dict[str, Any] = {"sampler": SAMPLER, "grid": GRID, "steps": steps, "guidance": GUIDANCE}
+        settings: dict[str, Any] = {"sampler": SAMPLER, "grid": GRID, "steps": steps, "guidance": GUIDANCE}
         seen = [watch] if number == _FOLLOWED else []
-        image = pipe(PROMPTS[number], seed=_SEED + number, observers=seen, **asked).images[0]
+        image = pipe(PROMPTS[number], seed=_SEED + number, observers=seen, **settings).images[0]
         done()
         return image, time.perf_counter() - began
 
@@ -206,7 +194,7 @@ def _tick_or_cross(right: bool) -> Image.Image:
 
 
 def _draw_strip(sheet: _Sheet, moments: Sequence[Moment], prompt: str, top: int) -> None:
-    """Two lines of small images: x at falling noise, and what the network expects to come of it."""
+    """Two lines of small images: x at falling noise, and the x0 that the network predicts from it."""
     ImageDraw.Draw(sheet.image).line([(_EDGE, top), (WIDTH - _EDGE, top)], _LINE, 2)
     sheet.say("From noise to the image", 22, _STAR, (_EDGE, top + 20))
     sheet.say(prompt, _CAPTION, _DUST, (WIDTH - _EDGE, top + 25), "r")

@@ -93,7 +93,7 @@ def _scaled(weights: Weights, out: float, registers: tuple[float, float]) -> Wei
 
 
 def perfect_network(like: oracle.Mixture, plan: Plan) -> Denoiser:
-    """A perfect network on the plan's schedule: it takes x to be at the level of the time that it is told."""
+    """A perfect network on the plan's schedule: it takes x to be at the level of the time that is passed to it."""
     curve, kind = schedules.from_dict(plan.schedule), plan.target
 
     def network(x: Tensor, time: Tensor) -> Tensor:
@@ -121,17 +121,16 @@ def _effects_of(mine: Plan, other: Plan, differences: Sequence[Difference], benc
         note = f"{mine.nfe} → {other.nfe}: rows have no partners, so no kind can be swapped in alone"
         effects.append(Effect("number of rows", None, None, note))
     if not same(mine.start, other.start):
-        moved = _PlanStart(mine, bench.points(other))
-        effects.append(bench.effect("first level", moved, _PlanStart(mine, bench.points(mine))))
+        effects.append(bench.effect("first level", (mine, bench.points(other)), (mine, bench.points(mine))))
     if not math.isclose(mine.initial_scale, other.initial_scale, rel_tol=TOLERANCE):
-        pair = _PlanStart(mine, bench.noise(other)), _PlanStart(mine, bench.noise(mine))
+        pair = (mine, bench.noise(other)), (mine, bench.noise(mine))
         effects.append(bench.effect("initial scale", *pair, note="from noise of that scale"))
-    pair = _PlanStart(other, bench.points(other)), _PlanStart(mine, bench.points(mine))
+    pair = (other, bench.points(other)), (mine, bench.points(mine))
     note = "from the same points at the first levels"
     effects.append(bench.effect("all but told times and initial scale", *pair, note=note))
-    pair = _PlanStart(other, bench.noise(other)), _PlanStart(mine, bench.noise(mine))
-    note = "through perfect networks that are told the time, from noise of each initial scale"
-    effects.append(bench.effect("all", *pair, told=True, note=note))
+    pair = (other, bench.noise(other)), (mine, bench.noise(mine))
+    note = "through perfect networks that are passed the time, from noise of each initial scale"
+    effects.append(bench.effect("all", *pair, timed=True, note=note))
     return effects
 
 
@@ -144,12 +143,7 @@ def same(a: Level, b: Level) -> bool:
     return all(math.isclose(u, v, rel_tol=TOLERANCE) for u, v in ((a.alpha, b.alpha), (a.sigma, b.sigma)))
 
 
-@dataclass(frozen=True)
-class _PlanStart:
-    """A plan and the x that it begins with."""
-
-    plan: Plan
-    x: Tensor
+_PlanStart = tuple[Plan, Tensor]  # a plan, and the x that it begins with
 
 
 class _Bench:
@@ -167,9 +161,9 @@ class _Bench:
             return self.points(plan)
         return self.points(replace(plan, start=Level(0.0, 1.0))) * plan.initial_scale
 
-    def run(self, start: _PlanStart, told: bool) -> Tensor:
-        through = perfect_network(self.like, start.plan) if told else self.like
-        out = run(start.plan, through, start.x)
+    def run(self, start: _PlanStart, timed: bool) -> Tensor:
+        plan, x = start
+        out = run(plan, perfect_network(self.like, plan) if timed else self.like, x)
         self.seen()
         return out
 
@@ -180,33 +174,33 @@ class _Bench:
         old: _PlanStart,
         *,
         rows: int | None = None,
-        told: bool = False,
+        timed: bool = False,
         note: str = "",
     ) -> Effect:
         """How far the new result is from the old one; why not, where a plan cannot run."""
         try:
-            return Effect(kind, rows, oracle.distance(self.run(new, told), self.run(old, told)), note)
+            return Effect(kind, rows, oracle.distance(self.run(new, timed), self.run(old, timed)), note)
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # a file's schedule may be anything
             return Effect(kind, rows, None, str(error))
 
 
 def _swapped(kind: str, mine: Plan, other: Plan, differences: Sequence[Difference], bench: _Bench) -> Effect | None:
     """One kind of difference alone: my rows with their values of these fields."""
-    count = len({d.row for d in differences if d.row >= 0 and _KINDS.get(d.field, "weights") == kind})
+    count = len({d.row for d in differences if d.row >= 0 and kind_of(d) == kind})
     if not count:
         return None
-    told = kind == "told time"
-    if told and mine.schedule != other.schedule:
+    timed = kind == "told time"
+    if timed and mine.schedule != other.schedule:
         return Effect(kind, count, None, "times of two schedules have no common meaning")
     bases = kind == "weights" and mine.basis != other.basis
     pairs = zip(mine.rows, other.rows, strict=True)
     rows = tuple(replace(a, **{field: getattr(b, field) for field in _FIELDS[kind]}) for a, b in pairs)
     plan = replace(mine, rows=rows, basis=other.basis if bases else mine.basis)
     note = f"with the basis, {other.basis}" if bases else ""
-    if told:
-        note = f"through a perfect {mine.target} network that is told the time"
-    pair = _PlanStart(plan, bench.points(mine)), _PlanStart(mine, bench.points(mine))
-    return bench.effect(kind, *pair, rows=count, told=told, note=note)
+    if timed:
+        note = f"through a perfect {mine.target} network that is passed the time"
+    pair = (plan, bench.points(mine)), (mine, bench.points(mine))
+    return bench.effect(kind, *pair, rows=count, timed=timed, note=note)
 
 
 # --- In words -------------------------------------------------------------------------------------------------------

@@ -78,9 +78,9 @@ def study(
     for name, value in settings.items():
         if name not in known:
             raise option_error(name, value, known, CALL)
-    for name, given in (("samplers", samplers), ("steps", steps), ("prompts", prompts)):
-        if isinstance(given, str) or not isinstance(given, Sequence):
-            raise PellucidError(rule(name, "a list, such as [8, 20] or ['ddim']", given), "study-list")
+    for name, value in (("samplers", samplers), ("steps", steps), ("prompts", prompts)):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise PellucidError(rule(name, "a list, such as [8, 20] or ['ddim']", value), "study-list")
     named = isinstance(model, str | os.PathLike)
     config = SamplerStudyConfig(
         os.fspath(model) if named else str(getattr(getattr(model, "components", None), "name", "pipeline")),
@@ -118,12 +118,12 @@ def tune(
     if out is not None:
         check_new(Path(out), "out", overwrite)
     descent = Descent(seed=settings.get("seed", 0), **{name: settings.pop(name) for name in knobs if name in settings})
-    given = settings.pop("starts", ())
-    listed = [given] if isinstance(given, str) else given
+    start_words = settings.pop("starts", ())
+    listed = [start_words] if isinstance(start_words, str) else start_words
     starts = tuple(Start.parse(one) if isinstance(one, str) else one for one in listed)
-    asked = TuningConfig(steps=steps, descent=descent, prompts=prompts, starts=starts, **settings)
+    config = TuningConfig(steps=steps, descent=descent, prompts=prompts, starts=starts, **settings)
     pipe = model if isinstance(model, Pipeline) else load(model)
-    tuned = run_tuning(model_of(pipe, guidance), asked)
+    tuned = run_tuning(model_of(pipe, guidance), config)
     if out is not None:
         put(Path(out), tuned.plan.to_json() + "\n")
     return tuned

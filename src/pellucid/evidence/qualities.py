@@ -126,7 +126,7 @@ def residual_noise(pixels: Tensor, scale: int = 1) -> Tensor:
     Immerkær's kernel (1996) sees neither planes nor straight edges along an axis; its median over the least steep half
     of the pixels, clipped ones left out, is the noise. Steepness is measured by odd filters under a blur, which white
     noise leaves independent of the even kernel, so that the choice adds no bias. Where an image is textured all over,
-    the texture counts as noise. `scale` s looks at means over s × s pixels, for grain that is coarser than a pixel.
+    the texture counts as noise. `scale` s measures means over s × s pixels, for grain that is coarser than a pixel.
 
     Kept still by: brightness, while nothing is clipped. Contrast scales it.
     """
@@ -251,7 +251,7 @@ def _standing_out(x: Tensor, period: int) -> Tensor:
 _SIDE = 32  # images are compared at this size: what is finer is grain, not another image
 
 
-def diversity(given: Tensor, groups: Sequence[Hashable] | None = None) -> Tensor:
+def diversity(samples: Tensor, groups: Sequence[Hashable] | None = None) -> Tensor:
     """(N,): the mean distance of each to the others of its group; the mean over a group is that over all its pairs.
 
     Of images (N, 3, H, W) it is the root of the mean square of their difference at 32 × 32; of features (N, D) it is
@@ -259,7 +259,7 @@ def diversity(given: Tensor, groups: Sequence[Hashable] | None = None) -> Tensor
 
     Kept still by: whatever keeps distances, such as brightness, and the order within a group. Contrast scales it.
     """
-    rows = _features(given)
+    rows = _features(samples)
     names = [0] * len(rows) if groups is None else list(groups)
     if len(names) != len(rows):
         raise PellucidError(rule("groups", f"one for each of {len(rows)} images", len(names)), "qualities")
@@ -275,13 +275,13 @@ def diversity(given: Tensor, groups: Sequence[Hashable] | None = None) -> Tensor
     return found
 
 
-def _features(given: Tensor) -> Tensor:
+def _features(samples: Tensor) -> Tensor:
     """(N, D) float64: features as they are, or images such that distances are roots of mean squares."""
-    if isinstance(given, Tensor) and given.ndim == 2:
-        if not given.is_floating_point() or not torch.isfinite(given).all():
-            raise PellucidError(rule("features", "finite floats", str(given.dtype)), "qualities")
-        return given.double().cpu()
-    known = _checked(given)
+    if isinstance(samples, Tensor) and samples.ndim == 2:
+        if not samples.is_floating_point() or not torch.isfinite(samples).all():
+            raise PellucidError(rule("features", "finite floats", str(samples.dtype)), "qualities")
+        return samples.double().cpu()
+    known = _checked(samples)
     size = min(_SIDE, known.shape[2]), min(_SIDE, known.shape[3])
     some = max(1, _AT_ONCE // (known.shape[2] * known.shape[3]))
     parts = [F.adaptive_avg_pool2d(unit(part), size).flatten(1).cpu() for part in known.split(some)]

@@ -104,9 +104,9 @@ class Share:
 
     @staticmethod
     def of(marks: Iterable[bool | None]) -> Share:
-        """Of what was asked: None is not."""
-        asked = [mark for mark in marks if mark is not None]
-        return Share(sum(asked), len(asked))
+        """Of the marks that are known; None is not."""
+        known = [mark for mark in marks if mark is not None]
+        return Share(sum(known), len(known))
 
     @property
     def words(self) -> str:
@@ -143,10 +143,10 @@ def draw_batches(count: int, resamples: int, seed: int) -> Iterator[Tensor]:
 
 def mean_interval(values: Tensor, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL) -> Estimate:
     """The mean of one number for each image (N,), with the percentiles of its resampled means."""
-    given = values.double().cpu()
-    batches = draw_batches(len(given), resamples, seed)
-    means = torch.cat([rows.double() @ given / len(given) for rows in batches])
-    return percentiles(means, float(given.mean()), level)
+    numbers = values.double().cpu()
+    batches = draw_batches(len(numbers), resamples, seed)
+    means = torch.cat([rows.double() @ numbers / len(numbers) for rows in batches])
+    return percentiles(means, float(numbers.mean()), level)
 
 
 def percentiles(resampled: Tensor, value: float, level: float = LEVEL) -> Estimate:
@@ -256,7 +256,7 @@ def in_words(a: str, b: str, found: Estimate, unit: str, scale: float = 1.0) -> 
 
 # --- Front and knee: what is worth its price ------------------------------------------------------------------------
 
-# What was seen beyond a cell: gains below the average, none, still some up to the dearest cell, or that there is none.
+# What lies beyond a cell: gains below the average, no gain, a gain up to the most expensive cell, or nothing at all.
 Beyond = Literal["less", "nothing", "more", "unknown"]
 
 
@@ -277,7 +277,7 @@ def knee(costs: Sequence[float] | Array, losses: Sequence[float] | Array) -> int
     """The cell of the front that lies farthest below the straight line between its ends (Satopää et al. 2011).
 
     Costs count by their logarithm: from 5 calls to 10 is as far as from 50 to 100. Where no cell lies below that line
-    the best is taken, which is a knee only if dearer cells gain nothing (`_beyond`). None where no cell is known.
+    the best is taken, which is a knee only if costlier cells gain nothing (`_beyond`). None where no cell is known.
     """
     kept = front(costs, losses)
     if len(kept) < 3:
@@ -291,8 +291,8 @@ def knee(costs: Sequence[float] | Array, losses: Sequence[float] | Array) -> int
 
 @dataclass(frozen=True)
 class Knee:
-    """The cell, its cost with the interval that resampling gives, and how often each cell was taken there. It is no
-    knee, though the best, where nothing dearer was asked."""
+    """The cell, its cost with the interval that resampling gives, and how often each cell was taken there. Where
+    nothing more expensive was measured, it is the best and yet no knee."""
 
     cell: int
     cost: Estimate
@@ -305,7 +305,7 @@ class Knee:
 
 
 def _beyond(costs: Sequence[float] | Array, losses: Sequence[float] | Array, cell: int) -> Beyond:
-    """What the cells that are dearer than a cell of the front say about more."""
+    """What the cells that cost more than a cell of the front say."""
     kept, price = front(costs, losses), np.asarray(costs, float)
     if cell != kept[-1]:
         return "less"

@@ -62,12 +62,12 @@ class Policy:
     compile: the denoising network through torch.compile. The dtype is the model's, chosen when it is loaded.
     """
 
-    attention: str = flag("--attention", "NAME", "The kernel of every attention.", SPEED, "auto")
+    attention: str = flag("--attention", "NAME", "Attention: auto, flash, efficient, cudnn or math.", SPEED, "auto")
     vae_slicing: bool = flag("--vae-slicing", "", "Decode images one at a time.", SPEED, False, bool)
-    vae_tile: int | None = flag("--vae-tile", "N", "Decode in tiles of so many latents a side.", SPEED, kind=int)
+    vae_tile: int | None = flag("--vae-tile", "N", "Decode in tiles of N × N latents.", SPEED, kind=int)
     channels_last: bool = flag("--channels-last", "", "Convolutions with the channels innermost.", SPEED, False, bool)
     offload: Offload = flag("--offload", "HOW", "Networks wait on the CPU: none, component or block.", SPEED, "none")
-    compile: bool = flag("--compile", "", "The denoising network through torch.compile.", SPEED, False, bool)
+    compile: bool = flag("--compile", "", "Compile the denoising network with torch.compile.", SPEED, False, bool)
 
     def __post_init__(self) -> None:
         from pellucid.models.attention import BACKENDS  # torch comes with it

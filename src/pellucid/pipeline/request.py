@@ -42,7 +42,7 @@ class Flag(NamedTuple):
     names: tuple[str, ...]
     metavar: str
     help: str
-    panel: str
+    panel: str | None
     kind: Any = str
     names_of: str = ""  # what the shell completes it with: samplers, grids
 
@@ -168,12 +168,12 @@ class Request:
     height: int | None = None
     # how
     sampler: str | None = flag(
-        "--sampler", "NAME", "By any of its names; the model's own when not given.", _HOW, names_of="samplers"
+        "--sampler", "NAME", "By any of its names (default: the model's own).", _HOW, names_of="samplers"
     )
     grid: str | Grid | Mapping[str, Any] | None = flag(
         "--grid", "NAME", "Where the model is called: karras, trailing, …", _HOW, names_of="grids"
     )
-    steps: int | None = flag("--steps", "N", "Steps; 30 when not given.", _HOW, kind=int)
+    steps: int | None = flag("--steps", "N", "Steps (default: 30).", _HOW, kind=int)
     dialect: str | None = flag(
         "--dialect --as", "DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", _HOW
     )
@@ -186,7 +186,7 @@ class Request:
     guidance: Any = flag(
         "--guidance",
         "TEXT",
-        "4, off, linear:7:2, 5 + apg, guarded 9 (capped at 7 and rescaled), …; guarded 7 when not given.",
+        "4, off, linear:7:2, 5 + apg, guarded 9 (capped at 7 and rescaled), … (default: guarded 7).",
         _HOW,
     )
     weak: Any = flag("--weak", "MODEL", "The worse model that autoguidance leads away from.", _HOW)

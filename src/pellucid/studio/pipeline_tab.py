@@ -11,7 +11,6 @@ import gradio as gr
 from gradio.context import Context
 
 from pellucid.evidence.drawing import graph as graph_drawing
-from pellucid.evidence.drawing import graph_tables as tables
 from pellucid.evidence.drawing import memory as memory_drawing
 from pellucid.pipeline import compare, inspection_graph, memory
 from pellucid.pipeline.compare import StrategyCost
@@ -81,15 +80,15 @@ def compared(pipe: Pipeline, batch: int, ran: bool, job: Job) -> StrategyTable:
 
 
 def image(graph: Graph) -> str:
-    alt = f"the pipeline of {tables.title(graph)}: {', '.join(node.name for node in graph.nodes)}"
+    alt = f"the pipeline of {graph_drawing.title(graph)}: {', '.join(node.name for node in graph.nodes)}"
     return html.block(html.figure(graph_drawing.figure_of(graph), alt))
 
 
 def overview(graph: Graph) -> str:
     """The components with their bytes and, where it was timed, milliseconds."""
-    parts = [html.table(tables.component_columns(graph), tables.components(graph))]
+    parts = [html.table(graph_drawing.component_columns(graph), graph_drawing.components(graph))]
     if graph.times is not None:
-        parts.append(html.table(tables.CLOCK, tables.clock(graph)))
+        parts.append(html.table(graph_drawing.CLOCK, graph_drawing.clock(graph)))
     parts += [f'<p class="warning"><b>!</b> {html.text(note)}</p>' for note in graph.notes]
     return html.block(_GAP.join(parts))
 
@@ -103,15 +102,14 @@ def names_of(graph: Graph) -> list[str]:
 def component(graph: Graph, name: str) -> str:
     """One node of the graph: its class, its inputs and outputs, and its blocks."""
     node = graph.node(name)
-    about = [*tables.classes(node), *tables.weight(node), *tables.remarks(node), tables.duration(node)]
-    lines = [f"<p><b>{html.text(node.name)}</b> {html.text(' · '.join(word for word in about if word))}</p>"]
-    flows = [(mark, other, what, dtype) for mark, other, what, dtype in tables.links(graph, node)]
+    lines = [f"<p><b>{html.text(node.name)}</b> {html.text(' · '.join(graph_drawing.node_words(node)))}</p>"]
+    flows = [(mark, other, what, dtype) for mark, other, what, dtype in graph_drawing.links(graph, node)]
     if flows:
         lines.append(html.table(("", "with", "what flows", "dtype"), flows, words=4))
     if node.blocks:
         rows = [
             ("\u2003" * row.level + row.name, row.kind, row.leaves, row.parameters, row.percent)
-            for row in tables.anatomy(node)
+            for row in graph_drawing.anatomy(node)
         ]
         lines.append(html.table(("block", "class", "leaves as", "parameters", "share"), rows, words=2))
     facts = [(key.replace("_", " "), str(value)) for key, value in node.facts.items()]
@@ -214,8 +212,8 @@ class PipelineTab:
         return self.times.get((name, steps)) or self.graph(name, steps)
 
     def drawing(self, graph: Graph, name: str) -> tuple[Any, ...]:
-        whole = "" if graph.times is None else f" · {tables.milliseconds(graph.times.whole)} a run, measured"
-        said = status(" · ".join(tables.subtitle(graph)) + whole, 0.0 if graph.times is None else 1.0)
+        whole = "" if graph.times is None else f" · {graph_drawing.milliseconds(graph.times.whole)} a run, measured"
+        said = status(" · ".join(graph_drawing.subtitle(graph)) + whole, 0.0 if graph.times is None else 1.0)
         names = names_of(graph)
         network = graph.of("network")[0].name
         return said, image(graph), overview(graph), gr.Dropdown(names, value=network), name

@@ -15,9 +15,9 @@ ATTRIBUTES = ("count", "shape", "colour", "texture", "size", "place", "relation"
 
 @dataclass(frozen=True)
 class Verdict:
-    """`marks`: for each attribute that was asked for, whether all of it is right; what cannot be read is not.
+    """`marks`: for each attribute of the prompt, whether all of it is right; what cannot be read is not.
 
-    `bled` tells whether an object has the colour that was asked of another one: None where there is no other.
+    `bled` is whether an object has the colour that the prompt gives to another one: None where there is no other.
     """
 
     right: bool
@@ -53,7 +53,7 @@ def _fault(mark: Mark) -> str:
 
 
 def bleeding(reading: Reading, query: Query) -> bool | None:
-    """Whether a shape that was asked for has the colour of another one. Of two of one shape it cannot be told."""
+    """Whether a shape of the prompt has the colour of another one; unknown for two of the same shape."""
     pairs = [(a.shape, b.colour) for a in query.objects for b in query.objects if a.shape != b.shape]
     return any((seen.shape, seen.colour) in pairs for seen in reading.objects) if pairs else None
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.evidence.study.kernel import check_whole
 from pellucid.interop import source
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline.load import load
@@ -42,17 +43,7 @@ def open_pipe(model: str | Path, part: Part = "unet", *, dtype: str = DTYPE, dev
 _MOST_STEPS = 1000
 
 
-class PipelineOutput(Protocol):
-    """What a call of a pipeline gives, as far as it is read here."""
-
-    @property
-    def images(self) -> list[Image.Image]: ...
-
-
-class Maker(Protocol):
-    """A pipeline, or what stands in for one."""
-
-    def __call__(self, prompt: Sequence[str], /, **options: Any) -> PipelineOutput: ...
+Maker = Callable[..., Any]  # a pipeline, or what stands in for one: a call gives something with `images`
 
 
 @dataclass(frozen=True)
@@ -67,9 +58,7 @@ class ImageSettings:
 
     def __post_init__(self) -> None:
         for name, low, high in (("steps", 1, _MOST_STEPS), ("batch", 1, MAX_BATCH), ("seed", 0, 2**53)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise PellucidError(rule(name, f"a whole number from {low} to {high:,}", value), "making")
+            check_whole(name, getattr(self, name), low, high, "making")
         Guidance.parse(self.guidance)
 
     def firsts(self, count: int) -> range:
@@ -78,7 +67,7 @@ class ImageSettings:
 
     def images(self, pipe: Maker, prompts: Sequence[str], first: int, **extra: Any) -> list[Image.Image]:
         """One image a prompt; the first of them is image number `first`."""
-        made = pipe(
+        images: list[Image.Image] = pipe(
             list(prompts),
             seed=[self.seed + first + i for i in range(len(prompts))],
             sampler=self.sampler,
@@ -86,14 +75,14 @@ class ImageSettings:
             guidance=self.guidance,
             **extra,
         ).images
-        if len(made) != len(prompts):
-            raise PellucidError(rule("images", f"{len(prompts)}, one per prompt", len(made)), "making")
-        return made
+        if len(images) != len(prompts):
+            raise PellucidError(rule("images", f"{len(prompts)}, one per prompt", len(images)), "making")
+        return images
 
 
 @torch.no_grad()
 def through(vae: Any, images: Tensor) -> Tensor:
     """(B, 3, H, W) in [−1, 1], encoded and decoded again, in steps of 8 bits."""
     weight = next(vae.parameters())
-    made = vae.decode(vae.encode(images.to(weight)).mean).float().clamp(-1, 1)
-    return (made.add(1).mul(127.5).round() / 127.5 - 1).to(images.device)
+    decoded = vae.decode(vae.encode(images.to(weight)).mean).float().clamp(-1, 1)
+    return (decoded.add(1).mul(127.5).round() / 127.5 - 1).to(images.device)

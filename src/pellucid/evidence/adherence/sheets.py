@@ -30,23 +30,23 @@ def save_png(image: Image.Image, path: Path) -> Path:
 def write_tiles(images: Sequence[Image.Image], path: Path) -> Path:
     width, height = images[0].size
     columns = min(_COLUMNS, len(images))
-    whole = Image.new("RGB", (columns * width, math.ceil(len(images) / columns) * height), "white")
+    sheet = Image.new("RGB", (columns * width, math.ceil(len(images) / columns) * height), "white")
     for i, image in enumerate(images):
-        whole.paste(image, (i % columns * width, i // columns * height))
-    return save_png(whole, path)
+        sheet.paste(image, (i % columns * width, i // columns * height))
+    return save_png(sheet, path)
 
 
 def read_tiles(path: Path, count: int) -> list[Image.Image]:
     """The first `count` images of a file that `write` wrote with that many."""
-    whole = images.read(path, "images of a batch").convert("RGB")
+    sheet = images.read(path, "images of a batch").convert("RGB")
     columns = min(_COLUMNS, count)
     rows = math.ceil(count / columns)
-    if whole.width % columns or whole.height % rows:
-        got = f"{whole.width}×{whole.height}"
+    if sheet.width % columns or sheet.height % rows:
+        got = f"{sheet.width}×{sheet.height}"
         raise PellucidError(rule(path.name, f"{columns} × {rows} images of one size", got), "tiles")
-    width, height = whole.width // columns, whole.height // rows
+    width, height = sheet.width // columns, sheet.height // rows
     corners = ((i % columns * width, i // columns * height) for i in range(count))
-    return [whole.crop((x, y, x + width, y + height)) for x, y in corners]
+    return [sheet.crop((x, y, x + width, y + height)) for x, y in corners]
 
 
 # --- Contact sheets -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The study of adherence: prompts that training never saw, images of them, and what each image shows.
 
-A folder holds config.json, one record per batch (what was asked for, what was read), and the images. Verdicts are made
-of the records, so that a better rule needs no new images.
+A folder holds config.json, one record per batch (the captions, and what was read in the images), and the images.
+Verdicts are made of the records, so that a better rule needs no new images.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AdherenceConfig:
 
 @dataclass(frozen=True)
 class GradedImage:
-    """One image of the study: what was asked for, and what was read in it."""
+    """One image of the study: its caption, and what was read in it."""
 
     number: int
     caption: str
@@ -105,9 +105,9 @@ class AdherenceStudy(Study[AdherenceConfig, AdherenceBatch]):
         super().__init__(config, folder, shard)
 
     @classmethod
-    def open(cls, config: AdherenceConfig, folder: Path, shard: ShardNumber = (0, 1), **given: Any) -> Self:
-        """`given` is the `device`."""
-        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **given)
+    def open(cls, config: AdherenceConfig, folder: Path, shard: ShardNumber = (0, 1), **resources: Any) -> Self:
+        """`resources` is the `device`."""
+        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **resources)
         return cls(config, folder, pipe, pipe.device, shard, fingerprint.of_model(pipe.components))
 
     @property
@@ -167,13 +167,13 @@ class AdherenceStudy(Study[AdherenceConfig, AdherenceBatch]):
             for i, ((caption, query), image) in enumerate(pairs)
         ]
 
-    def images(self, wanted: list[GradedImage]) -> list[Image.Image]:
+    def images(self, chosen: list[GradedImage]) -> list[Image.Image]:
         """The images of some, in their order."""
         size = self.config.making.batch
         held: dict[int, list[Image.Image]] = {}
-        for first in sorted({one.number // size * size for one in wanted}):
+        for first in sorted({one.number // size * size for one in chosen}):
             held[first] = sheets.read_tiles(self.place(first), len(self.asked[first : first + size]))
-        return [held[one.number // size * size][one.number % size] for one in wanted]
+        return [held[one.number // size * size][one.number % size] for one in chosen]
 
 
 # --- Figures --------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class AdherenceStudy(Study[AdherenceConfig, AdherenceBatch]):
 
 @dataclass(frozen=True)
 class AdherenceFigures:
-    """Of some images. `attributes`: the share of images that have all of it right, of those that were asked for it;
+    """Of some images. `attributes`: the share of images that have all of it right, of those whose caption says it;
     `bled` of those with several shapes; `shuffled`: right by the caption of another image with as many objects."""
 
     right: Share

@@ -216,8 +216,8 @@ def check(name: str) -> Callable[[CheckFunction], CheckFunction]:
     """Registers a check under a name of its own."""
 
     def register(function: CheckFunction) -> CheckFunction:
-        made = Check(name, function)
-        if CHECKS.setdefault(name, made) is not made:
+        entry = Check(name, function)
+        if CHECKS.setdefault(name, entry) is not entry:
             raise PellucidError(rule("check", "a name of its own", name), "check")
         return function
 

@@ -45,7 +45,7 @@ def classes(subject: Subject, components: Mapping[str, Component]) -> Iterator[F
     for part, one in components.items():
         own = one.own_kind
         sampler = part == "scheduler"
-        ours = sampler or own in KINDS or one.kind in KINDS  # of others it is not known what fits
+        ours = sampler or own in KINDS or one.kind in KINDS  # what fits the others is not known
         if own is None or not ours or part in IGNORED or same(one.kind, own):
             continue
         entry = (subject.index or {}).get(part)

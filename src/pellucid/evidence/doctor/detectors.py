@@ -105,7 +105,7 @@ def _explained(seen: list[BestTime]) -> bool:
 
 
 def _at_scale(probe: Probe, factor: float) -> list[BestTime]:
-    """The best times by the probe's schedule, with data so many times as large."""
+    """The best times by the probe's schedule, with the data scaled by this factor."""
     return best_times(replace(probe, clean=probe.clean * factor), probe.target, probe.schedule)
 
 
@@ -283,8 +283,8 @@ def _schedule_fix(found: Schedule) -> str:
         return f"{_set_keys(_EDM_CLASS)}."
     if not isinstance(found, DiscreteVP) or found.name.startswith("sqrt"):
         return f'Put the betas of `pellucid schedules {found.name} --json` as "trained_betas" into its config.'
-    made = dict(found.made_with)
-    keys = {"beta_schedule": _SPELLED.get(found.name, found.name), **{k: made[k] for k in _BETAS if k in made}}
+    settings = dict(found.made_with)
+    keys = {"beta_schedule": _SPELLED.get(found.name, found.name), **{k: settings[k] for k in _BETAS if k in settings}}
     line = ", ".join(f'"{key}": {value!r}'.replace("'", '"') for key, value in keys.items())
     zero = ', "rescale_betas_zero_snr": true' if found.zero_terminal else ""
     return f"{_set_keys(line + zero)}."
@@ -370,7 +370,7 @@ _DRIFTED = 1.5  # x has drifted where all of the interval of its spread at the e
 
 
 @dataclass
-class Spread:
+class SpreadObserver:
     """An observer: the standard deviation of each image's x after each row, and the level that x has then."""
 
     levels: list[Level] = field(default_factory=list)
@@ -386,9 +386,9 @@ def _deviations(x: Tensor) -> Tensor:
     return x.double().var((2, 3), correction=0).mean(1).sqrt().cpu()
 
 
-def _sample_pipeline(pipe: Pipeline, data: KnownImages) -> Spread:
+def _sample_pipeline(pipe: Pipeline, data: KnownImages) -> SpreadObserver:
     """A short run without guidance, and the spread of its x."""
-    network, spread = pipe.components.network, Spread()
+    network, spread = pipe.components.network, SpreadObserver()
     options: dict[str, Any] = {"n": _DRIFT_IMAGES}
     if takes_text(network):
         captions = list(data.captions or ())[:_DRIFT_IMAGES]
@@ -401,9 +401,9 @@ def _sample_pipeline(pipe: Pipeline, data: KnownImages) -> Spread:
     return spread
 
 
-def _sample_network(probe: Probe) -> Spread:
+def _sample_network(probe: Probe) -> SpreadObserver:
     """The same of a network without a pipeline."""
-    spread, images = Spread(), range(_DRIFT_IMAGES)
+    spread, images = SpreadObserver(), range(_DRIFT_IMAGES)
     plan = compile_plan(_DRIFT_SAMPLER, schedule=probe.schedule, target=probe.target, steps=_DRIFT_STEPS)
     denoise = denoiser(probe.network, probe.schedule, probe.target)
     start = Philox(images).first(probe.clean.shape[1:], probe.clean, images) * plan.initial_scale
@@ -433,7 +433,7 @@ def check_drift(subject: Subject, network: Any, data: KnownImages) -> Iterable[F
     return found
 
 
-def drift_findings(spread: Spread, data: float) -> Iterable[Finding]:
+def drift_findings(spread: SpreadObserver, data: float) -> Iterable[Finding]:
     """Findings of a run, where the data have this standard deviation."""
     ratios = [
         float(found.square().mean().sqrt()) / math.hypot(level.alpha * data, level.sigma)

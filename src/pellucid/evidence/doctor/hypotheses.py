@@ -235,15 +235,15 @@ def _measure(
         linear = log_square(_shrunk(probe.clean, noisy, ratio) - clean)
         level = in_frame(scale * ratio, "vp")
         x = noisy * (scale * level.alpha)
-        asked: dict[tuple[float, float], Tensor] = {}
+        outputs: dict[tuple[float, float], Tensor] = {}
         for i, one in enumerate(pairs):
             curve = schedules[one.schedule]
             key = (input_scale(curve, level), float(curve.time_at(level.ratio)))
-            if key not in asked:
-                asked[key] = probe.ask(x * key[0], key[1], images)
+            if key not in outputs:
+                outputs[key] = probe.ask(x * key[0], key[1], images)
             k_x, k_out = read_output(curve, one.target, "x0", level)
-            errors[i, k] = log_square((x * k_x + asked[key] * k_out) / scale - clean) - linear
-        if not any(torch.isfinite(out).all() for out in asked.values()):
+            errors[i, k] = log_square((x * k_x + outputs[key] * k_out) / scale - clean) - linear
+        if not any(torch.isfinite(out).all() for out in outputs.values()):
             raise Unable("the network's output is not finite: see the check overflow")
     return Scores(pairs, errors)
 
@@ -307,9 +307,9 @@ def _answer_both(scores: Scores) -> Detection:
     return Detection(target, judge(fitting, lambda one: family(one.schedule) if one.scale == 1.0 else SCALED))
 
 
-def judge(scores: Scores, called: Callable[[Hypothesis], str], seed: int = 0) -> Answer:
+def judge(scores: Scores, name_of: Callable[[Hypothesis], str], seed: int = 0) -> Answer:
     """Who wins, and in how many resamples of images and levels."""
-    names = [called(one) for one in scores.hypotheses]
+    names = [name_of(one) for one in scores.hypotheses]
     logs = scores.logs
     order = logs.mean((1, 2)).argsort().tolist()
     best: dict[str, Hypothesis] = {}
@@ -351,13 +351,13 @@ def _discs(count: int) -> Tensor:
     """Discs of one colour and a slope each, that hide one another ("dead leaves")."""
     draw = torch.Generator().manual_seed(1)
     y, x = torch.meshgrid(*2 * [torch.linspace(0, 1, _SIDE)], indexing="ij")
-    made = torch.rand(count, 3, 1, 1, generator=draw).expand(-1, -1, _SIDE, _SIDE)
+    images = torch.rand(count, 3, 1, 1, generator=draw).expand(-1, -1, _SIDE, _SIDE)
     for _ in range(40):
         at, size, slope, colour = torch.rand(count, 9, 1, 1, generator=draw).split((2, 1, 3, 3), 1)
         dx, dy = x - at[:, :1], y - at[:, 1:]
         shade = (colour + (slope - 0.5) * (dx + dy)).clamp(0, 1)
-        made = torch.where(dx**2 + dy**2 < (0.04 + 0.36 * size**2) ** 2, shade, made)
-    return made
+        images = torch.where(dx**2 + dy**2 < (0.04 + 0.36 * size**2) ** 2, shade, images)
+    return images
 
 
 def _clouds(count: int) -> Tensor:
@@ -367,9 +367,9 @@ def _clouds(count: int) -> Tensor:
     far = (line[:, None] ** 2 + line**2).sqrt().clamp_min(1 / _SIDE)
     noise = torch.randn(count, 3, _SIDE, _SIDE, generator=draw)
     grey = noise + noise.sum(1, keepdim=True)
-    made = torch.fft.ifft2(torch.fft.fft2(grey) / far**1.2).real
-    made = made - made.mean((2, 3), keepdim=True)
-    return (0.5 + 0.22 * made / made.std((1, 2, 3), keepdim=True)).clamp(0, 1)
+    images = torch.fft.ifft2(torch.fft.fft2(grey) / far**1.2).real
+    images = images - images.mean((2, 3), keepdim=True)
+    return (0.5 + 0.22 * images / images.std((1, 2, 3), keepdim=True)).clamp(0, 1)
 
 
 def _strokes(count: int) -> Tensor:
@@ -394,10 +394,10 @@ KINDS = ("scenes", *_DRAWN)
 def built_in_images(kind: str, count: int, size: int) -> Tensor:
     """(N, 3, size, size) in [0, 1]: built-in images of one kind."""
     if kind == "scenes":
-        made = scenes.render(scenes.sample(torch.arange(count), 0, "any"), min(size, _SMALLER)) / 2 + 0.5
+        images = scenes.render(scenes.sample(torch.arange(count), 0, "any"), min(size, _SMALLER)) / 2 + 0.5
     else:
-        made = _DRAWN[kind](count)
-    return F.interpolate(made, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
+        images = _DRAWN[kind](count)
+    return F.interpolate(images, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
 
 
 def _built_in_probe(subject: Subject) -> Probe:
@@ -421,7 +421,7 @@ def _built_in_probe(subject: Subject) -> Probe:
 
 
 def mixed_images(kinds: Sequence[str], count: int, size: int) -> Tensor:
-    """(N, 3, size, size): images of several kinds by turns."""
+    """(N, 3, size, size): images of several kinds in turn."""
     each = -(-count // len(kinds))
     return torch.stack([built_in_images(kind, each, size) for kind in kinds], 1).flatten(0, 1)[:count]
 

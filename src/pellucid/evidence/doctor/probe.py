@@ -98,7 +98,7 @@ class Probe:
         return len(self.clean)
 
     def noise(self, index: int, images: range) -> Tensor:
-        """The noise of some images at the level of this number; the same whoever asks."""
+        """The noise of some images at the level of this number: the same for every caller."""
         source = Philox([_STREAMS * (index + 1) + i for i in images])
         return source.first(self.clean.shape[1:], self.clean, range(len(images)))
 
@@ -185,8 +185,8 @@ def _conditions_of(pipe: Pipeline, data: KnownImages) -> dict[str, Tensor]:
         null = (network.config.num_class_embeds or 1) - 1 if not isinstance(network, DiT) else 0
         options["label"] = [null] * count if unlabelled else list(data.labels or ())
     high, wide = data.pixels.shape[-2:]
-    made = make_conditions(parts, Request(**options), (wide, high), 1.0, True).to(pipe.device)
+    conditions = make_conditions(parts, Request(**options), (wide, high), 1.0, True).to(pipe.device)
     if unlabelled and isinstance(network, DiT):
-        assert made.uncond is not None
-        return dict(made.uncond)
-    return {name: value.expand(count, *value.shape[1:]) for name, value in made.cond.items()}
+        assert conditions.uncond is not None
+        return dict(conditions.uncond)
+    return {name: value.expand(count, *value.shape[1:]) for name, value in conditions.cond.items()}

@@ -16,6 +16,7 @@ from pellucid.core.noise import Philox
 from pellucid.evidence.doctor.checks import Evidence, Finding, check
 from pellucid.evidence.doctor.probe import Probe, any_probe, check_callable
 from pellucid.evidence.doctor.subject import KnownImages, Subject, dtype_name
+from pellucid.evidence.statistics import Estimate, draws, percentiles
 from pellucid.models.vae import from_diffusion, to_diffusion
 from pellucid.pipeline.encoders.image_inputs import is_inpainting
 from pellucid.pipeline.pipeline import Pipeline
@@ -36,7 +37,8 @@ _SHIFTED = 0.5  # standard deviations by which the mean may be off
 def vae_scale(subject: Subject, vae: Any, data: KnownImages) -> Iterator[Finding]:
     """Do encoded images have a standard deviation of about 1?"""
     latents = _encoded(vae, data.pixels)
-    spread, low, high = spread_of(latents)
+    found = spread_of(latents)
+    spread, low, high = found.value, found.low, found.high
     factor = float(vae.config.scaling_factor)
     right = factor / max(spread, _TINY)
     facts = (
@@ -74,25 +76,20 @@ def _encoded(vae: Any, pixels: Tensor) -> Tensor:
     first = next(vae.parameters())
     multiple = vae.config.factor
     height, width = (side - side % multiple for side in pixels.shape[-2:])
-    made = []
+    latents = []
     for part in (pixels[..., :height, :width] * 2 - 1).split(_BATCH):
         mean = vae.encode(part.to(first.device, first.dtype)).mean
-        made.append(to_diffusion(vae.config, mean).float().cpu())
-    return torch.cat(made)
+        latents.append(to_diffusion(vae.config, mean).float().cpu())
+    return torch.cat(latents)
 
 
-def spread_of(latents: Tensor) -> tuple[float, float, float]:
+def spread_of(latents: Tensor) -> Estimate:
     """The standard deviation over all images, and its interval over resampled ones."""
     flat = latents.double().flatten(1)
     moments = torch.stack((flat.mean(1), flat.square().mean(1)), 1)  # (N, 2)
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(len(moments), (_RESAMPLES, len(moments)), generator=generator)
-    drawn = moments[rows].mean(1)  # (RESAMPLES, 2)
+    drawn = draws(len(moments), _RESAMPLES).double() @ moments / len(moments)  # (RESAMPLES, 2)
     spreads = (drawn[:, 1] - drawn[:, 0].square()).clamp_min(0).sqrt()
-    low, high = torch.quantile(
-        spreads, torch.tensor([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], dtype=spreads.dtype)
-    ).tolist()
-    return float(flat.std(correction=0)), low, high
+    return percentiles(spreads, float(flat.std(correction=0)), _LEVEL)
 
 
 # --- hooks on modules ---------------------------------------------------------------------------------------------
@@ -101,7 +98,7 @@ _SENSE = 1e6  # what no activation of a sound network passes
 
 
 @dataclass(frozen=True)
-class Range:
+class NumberRange:
     """Of the finite numbers of some tensors; `broken` counts the others."""
 
     low: float = 0.0
@@ -123,8 +120,8 @@ class BrokenModule:
     path: str
     kind: str
     dtype: torch.dtype
-    inputs: Range
-    outputs: Range
+    inputs: NumberRange
+    outputs: NumberRange
     between: bool = False  # made by no module, but by the code of this one, between its parts
     weights: int = 0  # numbers of its own weights that are not finite
     in_float32: float | None = None  # the largest number that it makes of the same input, where it can be tried
@@ -168,7 +165,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _range_of(tree: Any) -> Range:
+def _range_of(tree: Any) -> NumberRange:
     lows, highs, broken = [0.0], [0.0], 0
     for tensor in _tensors(tree):
         low, high = (float(end) for end in tensor.aminmax())
@@ -180,7 +177,7 @@ def _range_of(tree: Any) -> Range:
             low, high = (float(end) for end in finite.aminmax())
         lows.append(low)
         highs.append(high)
-    return Range(min(lows[1:], default=0.0), max(highs[1:], default=0.0), broken)
+    return NumberRange(min(lows[1:], default=0.0), max(highs[1:], default=0.0), broken)
 
 
 @torch.no_grad()
@@ -188,10 +185,10 @@ def _largest_in_float32(module: nn.Module, args: Any, kwargs: Any) -> float | No
     """The largest number that a module makes of its inputs in float32; None where one is not finite."""
     try:
         # forward itself: the copy carries the hooks of the module, which are not to see this
-        made = _range_of(copy.deepcopy(module).float().forward(*_widened(args), **_widened(kwargs)))
+        outputs = _range_of(copy.deepcopy(module).float().forward(*_widened(args), **_widened(kwargs)))
     except (RuntimeError, TypeError, ValueError):
         return None
-    return None if made.broken else made.most
+    return None if outputs.broken else outputs.most
 
 
 def _widened(tree: Any) -> Any:

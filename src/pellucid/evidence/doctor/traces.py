@@ -89,7 +89,7 @@ def _start(trace: Trace) -> Iterator[Finding]:
     spread = trace.steps[0].norms["x"] / math.sqrt(trace.header.numbers)
     for image, row in enumerate(trace.steps[0].rows):
         low, high = row.level.sigma, math.hypot(_DATA * row.level.alpha, row.level.sigma)
-        noise = 4 * high / math.sqrt(2 * trace.header.numbers)  # by chance, of so many numbers
+        noise = 4 * high / math.sqrt(2 * trace.header.numbers)  # by chance, for this many numbers
         if (
             np.isfinite(spread[image])
             and not low * (1 - _START) - noise <= spread[image] <= high * (1 + _START) + noise

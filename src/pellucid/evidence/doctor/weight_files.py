@@ -117,7 +117,7 @@ def names(subject: Subject, components: Mapping[str, Component]) -> Iterator[Fin
 
 
 def _tensors_of(component: Component) -> dict[str, Tensor]:
-    """The weights of a component under today's names; they stay on disk until they are looked at."""
+    """The weights of a component under today's names; they are read from disk when they are used."""
     assert component.network_kind is not None
     found, _ = weights.read_folder(component.place)
     renamed = KINDS[component.network_kind].rename(found)
@@ -136,8 +136,8 @@ def _missing_weights(part: str, missing: list[str], count: int, component: Compo
     )
 
 
-def _extra_tensors(part: str, extra: list[str], held: Mapping[str, Tensor]) -> Finding:
-    size = sum(held[name].numel() for name in extra)
+def _extra_tensors(part: str, extra: list[str], tensors: Mapping[str, Tensor]) -> Finding:
+    size = sum(tensors[name].numel() for name in extra)
     return Finding(
         "weights-extra",
         "error",
@@ -148,14 +148,16 @@ def _extra_tensors(part: str, extra: list[str], held: Mapping[str, Tensor]) -> F
     )
 
 
-def _wrong_shapes(part: str, wrong: list[str], held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Finding:
+def _wrong_shapes(
+    part: str, wrong: list[str], tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> Finding:
     key = wrong[0]
     return Finding(
         "weights-shape",
         "error",
         f"{len(wrong)} weights of {part} have another shape than its config says",
-        (("weight", key), ("in the file", str(tuple(held[key].shape))),
-         ("by the config", str(tuple(wanted[key].shape)))),
+        (("weight", key), ("in the file", str(tuple(tensors[key].shape))),
+         ("by the config", str(tuple(expected[key].shape)))),
         f"Config and weights of {part} are of different models, or a key of the config was changed.",
         "Take the config that was saved with these weights.",
     )  # fmt: skip

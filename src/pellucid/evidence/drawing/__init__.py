@@ -1,4 +1,4 @@
 """Drawings that the command line, the studio and the docs share.
 
-`plan` (plans and schedules), `graph` and `graph_tables` (pipelines), `memory`.
+`plan` (plans and schedules), `graph` (pipelines), `memory`.
 """

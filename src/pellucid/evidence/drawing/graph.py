@@ -1,30 +1,43 @@
-"""The graph of a pipeline in rows of cards, from prompt to images: as an image, an HTML page, or Mermaid's text."""
+"""The graph of a pipeline, from prompt to images: in words and tables, which the terminal and the studio share; and in
+rows of cards, as an image, an HTML page, or Mermaid's text."""
 
 from __future__ import annotations
 
 import html
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pellucid.evidence.drawing import graph_tables as tables
-from pellucid.evidence.drawing.graph_tables import ROLE_COLOURS
 from pellucid.evidence.report import charts
-from pellucid.evidence.report.charts import FAINT, INK, PAPER, SLATE
+from pellucid.evidence.report.charts import COLOURS, FAINT, INK, PAPER, SLATE
 from pellucid.evidence.report.page import Page, Table, Text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pellucid.pipeline.inspection import Flow, Graph, Node, Role
+    from pellucid.pipeline.inspection import Block, Flow, Graph, Node, Role, Shape
 
 SUFFIXES = (".png", ".svg", ".pdf", ".html", ".mmd")
 LOOP: tuple[Role, ...] = ("control", "network", "guidance", "sampler")  # what acts at every step
-ORANGE = ROLE_COLOURS["sampler"]
+_BLUE, ORANGE, _GREEN, _RED, _PURPLE = COLOURS[:5]
+ROLE_COLOURS = {
+    "input": FAINT,
+    "tokenizer": _BLUE,
+    "text": _BLUE,
+    "image": _PURPLE,
+    "control": _RED,
+    "condition": _BLUE,
+    "network": ORANGE,
+    "guidance": ORANGE,
+    "sampler": ORANGE,
+    "vae": _GREEN,
+    "output": FAINT,
+}
 
 
 def draw_graph(graph: Graph, path: Path) -> None:
@@ -35,6 +48,229 @@ def draw_graph(graph: Graph, path: Path) -> None:
         path.write_text(mermaid(graph), "utf-8")
     else:
         charts.save(figure_of(graph), path)
+
+
+# --- Words ------------------------------------------------------------------------------------------------------------
+
+
+def count(number: int) -> str:
+    """859.5 M, 2.57 B, 12.4 K, 640."""
+    for unit, size, digits in (("B", 10**9, 2), ("M", 10**6, 1), ("K", 10**3, 1)):
+        if number >= size * (1 - 0.5 * 10 ** -(digits + 3)):
+            return f"{number / size:.{digits}f} {unit}"
+    return str(number)
+
+
+def size(number: int) -> str:
+    """Bytes in powers of ten: 1.72 GB, 246 MB."""
+    for unit, scale, digits in (("GB", 10**9, 2), ("MB", 10**6, 0), ("kB", 10**3, 0)):
+        if number >= scale:
+            return f"{number / scale:.{digits}f} {unit}"
+    return f"{number} B"
+
+
+def milliseconds(value: float) -> str:
+    """1.53 s, 44.1 ms, 0.21 ms."""
+    if value >= 10_000:
+        return f"{value / 1000:.1f} s"
+    if value >= 1000:
+        return f"{value / 1000:.2f} s"
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
+
+
+def _shape(found: Shape) -> str:
+    return "(" + ", ".join(str(n) for n in found) + ("," if len(found) == 1 else "") + ")"
+
+
+def _shapes(found: Sequence[Shape]) -> str:
+    """One shape, or how many tensors and the first and last of them."""
+    if len(found) < 2:
+        return _shape(found[0]) if found else ""
+    ends = dict.fromkeys((_shape(found[0]), _shape(found[-1])))
+    return f"{len(found)} × {' … '.join(ends)}"
+
+
+def flow_text(flow: Flow) -> str:
+    return f"{flow.what} {_shapes(flow.shapes)}".rstrip()
+
+
+def title(graph: Graph) -> str:
+    """The model's name; of a path its last part."""
+    path = Path(graph.name)
+    return path.name if path.is_absolute() or graph.name.startswith((".", "~")) else graph.name
+
+
+def subtitle(graph: Graph) -> list[str]:
+    calls = f"{graph.steps} steps" + (f", {graph.calls} calls" if graph.calls != graph.steps else "")
+    pixels = f"{graph.size[0]} × {graph.size[1]} pixels"
+    words = [graph.pipeline, *([graph.family] if graph.family else []), pixels, f"batch {graph.batch}", calls]
+    return [*words, f"{count(graph.parameters)} parameters", f"{size(graph.memory)} in memory"]
+
+
+def classes(node: Node) -> list[str]:
+    """Our class and its peer's, once where they are the same."""
+    return [] if node.role == "guidance" else list(dict.fromkeys(word for word in (node.kind, node.peer) if word))
+
+
+def weight(node: Node) -> list[str]:
+    """Parameters, dtype and bytes; what the file has is said where it differs."""
+    if not node.parameters:
+        return []
+    if node.half_of is not None:
+        return [f"{count(node.parameters)} of {node.half_of}'s parameters"]
+    words = [f"{count(node.parameters)} parameters"]
+    held = node.stored
+    if held is None:
+        return [*words, f"{node.dtype}", f"{size(node.memory)} in memory"]
+    if held.dtypes == (node.dtype,) and abs(held.size - node.memory) < 0.005 * node.memory:
+        return [*words, f"{node.dtype}", size(node.memory)]
+    return [
+        *words,
+        f"{' and '.join(held.dtypes)}, {size(held.size)} on disk",
+        f"{node.dtype}, {size(node.memory)} in memory",
+    ]
+
+
+def remarks(node: Node) -> list[str]:
+    """What else a node's box says."""
+    f = node.facts
+    if node.role == "tokenizer":
+        return [f"{f['entries']:,} entries", f"window {f['window']}"]
+    if node.role == "condition":
+        return [f["sides"]]
+    if node.role == "guidance":
+        scale = "scale " if f["guidance"][0].isdigit() else ""
+        return [scale + f["guidance"], *dict.fromkeys(f"in {space} space" for space in f["spaces"].values())]
+    if node.role == "sampler":
+        words = [f"{f['schedule']} schedule", f"{f['grid']} grid", f"predicts {f['target']}", f"{f['dialect']} dialect"]
+        words += ["fresh noise"] if f["noise"].startswith("fresh") else []
+        return words + ([f["x0 filter"]] if f["x0 filter"] != "none" else [])
+    return [f"sees {_shape(f['sees'])}"] if "sees" in f else []
+
+
+def node_words(node: Node) -> list[str]:
+    """All that is said of a node: class, weights, remarks, milliseconds."""
+    return list(filter(None, (*classes(node), *weight(node), *remarks(node), duration(node))))
+
+
+def pace(graph: Graph) -> str:
+    """What the loop's frame says."""
+    if graph.calls == graph.steps:
+        return f"× {graph.steps} steps"
+    return f"× {graph.calls} calls in {graph.steps} steps"
+
+
+def duration(node: Node) -> str:
+    """Milliseconds per call, and how often where it is more than once."""
+    if node.milliseconds is None:
+        return ""
+    return milliseconds(node.milliseconds) + (f" × {node.calls}" if node.calls > 1 else "")
+
+
+# --- Tables ---------------------------------------------------------------------------------------------------------
+
+_COMPONENTS = ("component", "parameters", "share", "dtype in file", "on disk", "in memory", "as", "calls")
+ANATOMY = ("block", "class", "parameters", "share", "leaves as")
+CLOCK = ("stage", "a run", "of it", "peak memory")
+NUMBERS = ("parameters", "share", "on disk", "in memory", "calls", "a call", "a run", "of it", "peak memory")
+
+
+def component_columns(graph: Graph) -> tuple[str, ...]:
+    return _COMPONENTS if graph.times is None else (*_COMPONENTS, "a call")
+
+
+def components(graph: Graph) -> list[tuple[str, ...]]:
+    """A row a component, and the sums in the last one."""
+    rows: list[tuple[str, ...]] = []
+    for node in graph.components():
+        held = node.stored
+        dtypes, disk = ("–", "–") if held is None else (", ".join(held.dtypes), size(held.size))
+        share = f"{100 * node.parameters / graph.parameters:.1f} %"
+        cells = [node.name, count(node.parameters), share, dtypes, disk, size(node.memory), str(node.dtype)]
+        cells.append(str(node.calls))
+        if graph.times is not None:
+            cells.append("–" if node.milliseconds is None else milliseconds(node.milliseconds))
+        rows.append(tuple(cells))
+    disk = size(graph.stored) if graph.stored else "–"
+    return [*rows, ("all", count(graph.parameters), "", "", disk, size(graph.memory), "", "")]
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """A block, or equal neighbours on one line: `share` is that of all of them."""
+
+    level: int
+    name: str
+    kind: str
+    parameters: str
+    share: float
+    leaves: str
+
+    @property
+    def percent(self) -> str:
+        return f"{100 * self.share:.1f} %" if self.share >= 0.0005 else "< 0.1 %"
+
+
+def anatomy(node: Node) -> list[BlockRow]:
+    """A network's blocks: class, parameters, share, and the shape that leaves each."""
+    rows = []
+    for level, block, times in listed(node.blocks):
+        number = count(block.parameters)
+        leaves = "" if block.shape is None else _shape(block.shape)
+        parameters = f"{times} × {number}" if times > 1 else number
+        rows.append(BlockRow(level, block.name, block.kind, parameters, block.share * times, leaves))
+    return rows
+
+
+def anatomy_cells(node: Node) -> list[tuple[str, ...]]:
+    """The same as text, each level further to the right."""
+    return [
+        ("\u2003" * row.level + row.name, row.kind, row.parameters, row.percent, row.leaves) for row in anatomy(node)
+    ]
+
+
+def listed(blocks: Sequence[Block], level: int = 0, inside: str = "") -> Iterator[tuple[int, Block, int]]:
+    """Blocks with their level and how often they stand in a row: equal neighbours are one line.
+
+    Below the first level names are those within the block above.
+    """
+    for _, run in groupby(blocks, key=_alike):
+        same = list(run)
+        first, last = same[0], same[-1]
+        name = first.name.removeprefix(f"{inside}.")
+        if len(same) > 1:
+            name = f"{name} … {last.name.rpartition('.')[2]}"
+        yield level, replace(first, name=name, shape=last.shape), len(same)
+        yield from listed(first.blocks, level + 1, first.name)
+
+
+def _alike(block: Block) -> tuple[str, str, int, object]:
+    stem = block.name.rpartition(".")[0]
+    return stem, block.kind, block.parameters, block.shape
+
+
+def clock(graph: Graph) -> list[tuple[str, ...]]:
+    """Milliseconds by stage, and of the whole run in the last row."""
+    times = graph.times
+    assert times is not None
+    loop_time = times.step * graph.calls
+    stages = [("text", times.text, "text"), ("encode images", times.encode, "encode")]
+    stages += [(f"{graph.calls} × one step of {milliseconds(times.step)}", loop_time, "denoise")]
+    stages += [("decode", times.decode, "decode")]
+    total = sum(value for _, value, _ in stages) or 1.0
+    rows = []
+    for name, value, stage in stages:
+        peak = times.peaks.get(stage)
+        rows.append((name, milliseconds(value), f"{100 * value / total:.1f} %", size(peak) if peak else "–"))
+    return [*rows, (f"the whole run on {times.device}, measured", milliseconds(times.whole), "", "")]
+
+
+def links(graph: Graph, node: Node) -> list[tuple[str, str, str, str]]:
+    """What comes and goes: an arrow, the node at the other end, what flows, its dtype."""
+    return [
+        *(("←", flow.source, flow_text(flow), flow.dtype or "") for flow in graph.into(node.name)),
+        *(("→", flow.goal, flow_text(flow), flow.dtype or "") for flow in graph.out_of(node.name)),
+    ]
 
 
 # --- Rows of cards --------------------------------------------------------------------------------------------------
@@ -78,9 +314,9 @@ def rows_of(graph: Graph) -> Rows:
 
 def card_lines(graph: Graph, node: Node) -> list[str]:
     """What a card says below its name: class, weights, remarks, milliseconds, and what leaves it for where."""
-    about = [" · ".join(part) for part in (tables.classes(node), tables.weight(node), tables.remarks(node)) if part]
-    about += [tables.duration(node)] if node.milliseconds is not None else []
-    return about + [f"→ {flow.goal}: {tables.flow_text(flow)}" for flow in graph.out_of(node.name)]
+    about = [" · ".join(part) for part in (classes(node), weight(node), remarks(node)) if part]
+    about += [duration(node)] if node.milliseconds is not None else []
+    return about + [f"→ {flow.goal}: {flow_text(flow)}" for flow in graph.out_of(node.name)]
 
 
 # --- The image ------------------------------------------------------------------------------------------------------
@@ -163,9 +399,9 @@ def _row_of_cards(graph: Graph, row: Sequence[Node], top: float, number: int) ->
 
 def figure_of(graph: Graph) -> Figure:
     """A head, the rows of cards with arrows between them, the loop in its frame, and the notes."""
-    head = [" · ".join(tables.subtitle(graph))]
+    head = [" · ".join(subtitle(graph))]
     if graph.times is not None:
-        *stages, (whole, total, *_) = tables.clock(graph)
+        *stages, (whole, total, *_) = clock(graph)
         head.append(" · ".join([*(f"{name}: {taken}" for name, taken, *_ in stages), f"{whole}: {total}"]))
     head = [part for line in head for part in textwrap.wrap(line, int((_WIDTH - 2 * _MARGIN) / _CHAR))]
     sheet = layout(graph, _MARGIN + 0.4 + _LINE * len(head) + 0.2)
@@ -175,12 +411,12 @@ def figure_of(graph: Graph) -> Figure:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set(xlim=(0, _WIDTH), ylim=(height, 0))
-    _write(axes, _MARGIN, _MARGIN + 0.1, tables.title(graph), INK, size=15, fontweight="bold")
+    _write(axes, _MARGIN, _MARGIN + 0.1, title(graph), INK, size=15, fontweight="bold")
     for number, line in enumerate(head):
         _write(axes, _MARGIN, _MARGIN + 0.4 + _LINE * (number + 0.5), line, SLATE)
     left, top, right, bottom = sheet.frame
     _box(axes, (left, top, right - left, bottom - top), _tint(ORANGE, 0.03), ORANGE, linestyle=(0, (5, 3)), zorder=0)
-    _write(axes, left + 0.2, top, f" {tables.pace(graph)} ", ORANGE, fontweight="bold", backgroundcolor=PAPER)
+    _write(axes, left + 0.2, top, f" {pace(graph)} ", ORANGE, fontweight="bold", backgroundcolor=PAPER)
     for source, goal in dict.fromkeys((flow.source, flow.goal) for flow in graph.flows):
         _arrow(axes, sheet.cards[source], sheet.cards[goal], right)
     for card in sheet.cards.values():
@@ -260,9 +496,9 @@ class _Drawing:
     def html(self) -> str:
         down = '\n<div class="down">↓</div>\n'
         entrance, loop, after = (down.join(self.row(row) for row in part) for part in rows_of(self.graph))
-        pace = html.escape(tables.pace(self.graph))
+        heading = html.escape(pace(self.graph))
         back = '\n<div class="down">↑ back to the top of the loop</div>\n'
-        frame = f'<fieldset style="--c: {ORANGE}"><legend>{pace}</legend>\n{loop}{back}</fieldset>'
+        frame = f'<fieldset style="--c: {ORANGE}"><legend>{heading}</legend>\n{loop}{back}</fieldset>'
         body = down.join(part for part in (entrance, frame, after) if part)
         return f'<style>{_STYLE}</style>\n<div class="graph">\n{body}\n</div>\n'
 
@@ -276,14 +512,14 @@ class _Drawing:
 
 def page(graph: Graph) -> Page:
     """A page that needs no network: the drawing, and tables of bytes, milliseconds and blocks."""
-    made = Page(tables.title(graph), " · ".join(tables.subtitle(graph))).add(_Drawing(graph))
-    made.add(Table("Components", tables.component_columns(graph), tuple(tables.components(graph))))
+    document = Page(title(graph), " · ".join(subtitle(graph))).add(_Drawing(graph))
+    document.add(Table("Components", component_columns(graph), tuple(components(graph))))
     if graph.times is not None:
-        made.add(Table("Time", tables.CLOCK, tuple(tables.clock(graph))))
+        document.add(Table("Time", CLOCK, tuple(clock(graph))))
     for node in graph.components():
         if node.blocks:
-            made.add(Table(f"Blocks of {node.name}", tables.ANATOMY, tuple(tables.anatomy_cells(node))))
-    return made.add(*(Text(f"! {note}") for note in graph.notes))
+            document.add(Table(f"Blocks of {node.name}", ANATOMY, tuple(anatomy_cells(node))))
+    return document.add(*(Text(f"! {note}") for note in graph.notes))
 
 
 # --- Mermaid --------------------------------------------------------------------------------------------------------
@@ -297,14 +533,13 @@ def mermaid(graph: Graph) -> str:
         return [f'{indent}{_identifier(node.name)}["{said(node)}"]' for row in part for node in row]
 
     def said(node: Node) -> str:
-        lines = [*tables.classes(node), *tables.weight(node), *tables.remarks(node), tables.duration(node)]
-        return "<br/>".join([f"<b>{node.name}</b>", *(html.escape(line) for line in lines if line)])
+        return "<br/>".join([f"<b>{node.name}</b>", *map(html.escape, node_words(node))])
 
     def arrow(flow: Flow) -> str:
-        return f'  {_identifier(flow.source)} -->|"{html.escape(tables.flow_text(flow))}"| {_identifier(flow.goal)}'
+        return f'  {_identifier(flow.source)} -->|"{html.escape(flow_text(flow))}"| {_identifier(flow.goal)}'
 
     flows = map(arrow, graph.flows)
-    loop = [f'  subgraph loop["{tables.pace(graph)}"]', *stations(rows.loop, "    "), "  end"]
+    loop = [f'  subgraph loop["{pace(graph)}"]', *stations(rows.loop, "    "), "  end"]
     lines = ["flowchart TD", *stations(rows.entrance, "  "), *loop, *stations(rows.exit, "  "), *flows]
     return "\n".join(lines) + "\n"
 

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pellucid.core.wording import short
+from pellucid.core.wording import short, time_text
 from pellucid.evidence.report.charts import COLOURS, FAINT, INK, PAPER, canvas, quiet, save
 
 if TYPE_CHECKING:
@@ -41,44 +41,44 @@ class _Matrix:
         return [(a + b) / 2 for a, b in pairwise(self.edges)]
 
 
-def draw_plan(made: Plan, path: Path) -> None:
-    """Left, the calls: sigma and λ by row. Right, the weights: a line a row, a column a register."""
-    matrix = _weights_of(made)
-    few = made.nfe <= _NUMBERED_ROWS
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Left, the calls: sigma and λ by row. Right, the weights: one line per row, one column per register."""
+    matrix = _weights_of(plan)
+    few = plan.nfe <= _NUMBERED_ROWS
     width = 6.2 + _CELL * matrix.edges[-1]
-    height = 2.0 + (max(0.3 * made.nfe, 1.2) if few else 9.0)
+    height = 2.0 + (max(0.3 * plan.nfe, 1.2) if few else 9.0)
     figure = canvas(width, height)
     left, right = figure.add_gridspec(1, 2, width_ratios=[4.0, _CELL * matrix.edges[-1] + 0.2], wspace=0.06)
     sigma, lam = (figure.add_subplot(cell) for cell in left.subgridspec(1, 2, wspace=0.1))
-    _calls(sigma, lam, made)
+    _calls(sigma, lam, plan)
     cells = figure.add_subplot(right)
     _heat(figure, cells, matrix)
     for axes in (sigma, lam, cells):
-        axes.set_ylim(made.nfe - 0.5, -0.5)
+        axes.set_ylim(plan.nfe - 0.5, -0.5)
     margin = 0.4 if few else 0.9
     edges = {"left": 1.3 / width, "right": 1 - margin / width, "top": 1 - 1.45 / height, "bottom": 0.5 / height}
     figure.subplots_adjust(**edges)
-    _title(figure, made, width, height)
+    _title(figure, plan, width, height)
     save(figure, path)
 
 
-def _title(figure: Figure, made: Plan, width: float, height: float) -> None:
-    words = [str(made.schedule.get("name", "")), f"{made.grid.get('name', '')} grid", f"{made.dialect} dialect"]
-    words += [f"{made.target} network", f"frame {made.frame}", f"p: {made.basis}"]
-    words.append(f"initial scale {made.initial_scale:.4g}")
-    count = "1 model call" if made.nfe == 1 else f"{made.nfe} model calls"
+def _title(figure: Figure, plan: Plan, width: float, height: float) -> None:
+    words = [str(plan.schedule.get("name", "")), f"{plan.grid.get('name', '')} grid", f"{plan.dialect} dialect"]
+    words += [f"{plan.target} network", f"frame {plan.frame}", f"p: {plan.basis}"]
+    words.append(f"initial scale {plan.initial_scale:.4g}")
+    count = "1 model call" if plan.nfe == 1 else f"{plan.nfe} model calls"
     place: dict[str, Any] = {"x": 0.35 / width, "color": INK}
-    figure.text(y=1 - 0.42 / height, s=f"{made.name}: {count}", fontsize=14, fontweight="bold", **place)
+    figure.text(y=1 - 0.42 / height, s=f"{plan.name}: {count}", fontsize=14, fontweight="bold", **place)
     figure.text(y=1 - 0.7 / height, s=" · ".join(words), fontsize=9, **{**place, "color": FAINT})
 
 
-def _calls(sigma: Axes, lam: Axes, made: Plan) -> None:
+def _calls(sigma: Axes, lam: Axes, plan: Plan) -> None:
     """Two columns that share the rows of the matrix: sigma on a log axis, λ on a straight one."""
-    rows = range(made.nfe)
-    few = made.nfe <= _NUMBERED_ROWS
-    sigmas = [r.level.sigma if r.level.sigma > 0 else math.nan for r in made.rows]
-    lams = [r.level.lam if math.isfinite(r.level.lam) else math.nan for r in made.rows]
-    held = [i for i, r in enumerate(made.rows) if r.held]
+    rows = range(plan.nfe)
+    few = plan.nfe <= _NUMBERED_ROWS
+    sigmas = [r.level.sigma if r.level.sigma > 0 else math.nan for r in plan.rows]
+    lams = [r.level.lam if math.isfinite(r.level.lam) else math.nan for r in plan.rows]
+    held = [i for i, r in enumerate(plan.rows) if r.held]
     for axes, values, name, colour in ((sigma, sigmas, "σ", COLOURS[0]), (lam, lams, "λ", COLOURS[1])):
         quiet(axes)
         axes.set_title(name, fontsize=11, color=INK)
@@ -89,20 +89,19 @@ def _calls(sigma: Axes, lam: Axes, made: Plan) -> None:
             axes.set_yticks(list(rows))
     lam.tick_params(labelleft=False, left=False)
     if few:
-        _time_labels(sigma, made)
+        _time_labels(sigma, plan)
     _log_ticks(sigma, [s for s in sigmas if s == s])
     hint = "hollow: held out of the history" if held else ""
     sigma.set_xlabel(hint, fontsize=8, color=FAINT, loc="left")
     sigma.set_ylabel("" if few else "row", color=INK, fontsize=9)
 
 
-def _time_labels(axes: Axes, made: Plan) -> None:
-    """A column of the times that the network is told, left of the rows' numbers."""
+def _time_labels(axes: Axes, plan: Plan) -> None:
+    """A column of the times that are passed to the network, left of the rows' numbers."""
     beside, above = axes.get_yaxis_transform(), axes.transAxes
     look: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": INK}
-    for i, r in enumerate(made.rows):
-        time = short(0.0 if abs(r.time) < 1e-12 else r.time, 5)  # what rounding left of time 0 is 0
-        axes.annotate(time, (0, i), (-32, 0), xycoords=beside, va="center", fontsize=9, **look)
+    for i, r in enumerate(plan.rows):
+        axes.annotate(time_text(r.time, 5), (0, i), (-32, 0), xycoords=beside, va="center", fontsize=9, **look)
     axes.annotate("time", (0, 1), (-32, 6), xycoords=above, fontsize=11, **look)
     axes.annotate("row", (0, 1), (-4, 6), xycoords=above, fontsize=11, **look)
 
@@ -119,7 +118,7 @@ def _log_ticks(axes: Axes, values: Sequence[float]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _weights_of(made: Plan) -> _Matrix:
+def _weights_of(plan: Plan) -> _Matrix:
     """The weights by row and register, in groups: noise before the call, the next x, the next anchor."""
     import numpy as np
 
@@ -129,9 +128,9 @@ def _weights_of(made: Plan) -> _Matrix:
     names: list[str] = []
     columns: list[list[float]] = []
     goals = {
-        "churn: x +": [{7: r.pre_noise} if r.pre_noise else {} for r in made.rows],
-        "x ←": [dict(r.x or ()) for r in made.rows],
-        "anchor ←": [dict(r.anchor or ()) for r in made.rows],
+        "churn: x +": [{7: r.pre_noise} if r.pre_noise else {} for r in plan.rows],
+        "x ←": [dict(r.x or ()) for r in plan.rows],
+        "anchor ←": [dict(r.anchor or ()) for r in plan.rows],
     }
     for goal, tables in goals.items():
         used = sorted({register for found in tables for register in found})
@@ -139,7 +138,7 @@ def _weights_of(made: Plan) -> _Matrix:
             continue
         if names:
             names.append("")
-            columns.append([math.nan] * made.nfe)
+            columns.append([math.nan] * plan.nfe)
         groups.append((goal, len(names), len(names) + len(used) - 1))
         names += [REGISTERS[register] for register in used]
         columns += [[found.get(register, math.nan) for found in tables] for register in used]

@@ -71,9 +71,14 @@ class Statistics:
 
     def save(self, path: str | Path) -> None:
         """As one safetensors file, whole or not at all."""
-        tensors = {"mean": self.mean.cpu().contiguous(), "covariance": self.covariance.cpu().contiguous()}
-        words = {"format": FORMAT, "count": str(self.count), "network": self.network}
-        put(Path(path), partial(save_file, tensors, metadata={**words, "digests": digests_in(tensors)}))
+        self.write(Path(path), FORMAT)
+
+    def write(self, path: Path, form: str, **more: Tensor) -> None:
+        """In a file of this format, with further tensors of the same images."""
+        held = {"mean": self.mean, "covariance": self.covariance, **more}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
+        words = {"format": form, "count": str(self.count), "network": self.network}
+        put(path, partial(save_file, tensors, metadata={**words, "digests": digests_in(tensors)}))
 
     @staticmethod
     def load(path: str | Path) -> Statistics:
@@ -113,7 +118,7 @@ def fid(a: Statistics | Tensor, b: Statistics | Tensor) -> float:
 
 
 def frechet(a: Statistics, b: Statistics, root: Tensor) -> float:
-    """The distance, given the root of a's covariance: whoever compares many with `a` computes it once.
+    """The distance, given the root of a's covariance: to compare many with `a` it is computed once.
 
     C₁C₂ has the eigenvalues of the symmetric √C₁ C₂ √C₁, so that no root of a general matrix is needed.
     """
@@ -131,7 +136,7 @@ def square_root(covariance: Tensor) -> Tensor:
 
 
 def note_on(count: int) -> str | None:
-    """What must be said beside an FID of so many images; nothing from 10,000 on."""
+    """The caution that an FID of this many images needs; none from 10,000 on."""
     if count >= FEW:
         return None
     words = f"FID of {count:,} images is biased upwards and must not be compared with FID of other counts"

@@ -50,7 +50,7 @@ class Judge:
 
     @staticmethod
     def load(where: str | Path, device: torch.device | str | None = None) -> Judge:
-        """From the folder of a transformers CLIPModel; its tokenizer lies in it, in its tokenizer/, or beside it."""
+        """From the folder of a transformers CLIPModel; its tokenizer is there, in tokenizer/, or in ../tokenizer/."""
         folder = source.locate(where)
         if not folder.is_dir():
             raise PellucidError(rule("CLIP", "the folder of a CLIPModel", str(where)), "clip-folder")
@@ -152,19 +152,19 @@ def pixels_of(folder: Path, network: CLIP) -> tuple[tuple[float, ...], tuple[flo
         raise PellucidError(rule(f"resample of {path.name}", "3, bicubic", raw["resample"]), "clip-pixels")
     side = network.config.vision.image_size
     for key in ("size", "crop_size"):
-        given = raw.get(key, side)
-        sides = list(given.values()) if isinstance(given, dict) else [given]
+        value = raw.get(key, side)
+        sides = list(value.values()) if isinstance(value, dict) else [value]
         if not sides or any(one != side for one in sides):
-            raise PellucidError(rule(f"{key} of {path.name}", f"{side}, the encoder's", given), "clip-pixels")
+            raise PellucidError(rule(f"{key} of {path.name}", f"{side}, the encoder's", value), "clip-pixels")
     return _three(raw, "image_mean", MEAN), _three(raw, "image_std", DEVIATION)
 
 
 def _three(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-    given = raw.get(key, default)
-    whole = isinstance(given, list | tuple) and len(given) == 3
-    if not whole or not all(isinstance(v, int | float) and 0 < v < 10 for v in given):
-        raise PellucidError(rule(key, "three numbers above 0", given), "clip-pixels")
-    return tuple(float(v) for v in given)
+    values = raw.get(key, default)
+    triple = isinstance(values, list | tuple) and len(values) == 3
+    if not triple or not all(isinstance(v, int | float) and 0 < v < 10 for v in values):
+        raise PellucidError(rule(key, "three numbers above 0", values), "clip-pixels")
+    return tuple(float(v) for v in values)
 
 
 def read_prompts(path: str | Path, images: ImageSet) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class ImageSet(Protocol):
     def __len__(self) -> int: ...
 
     def chunks(self, skip: Skip) -> Iterator[Tensor]:
-        """(B, 3, H, W) uint8, one size in each; those that cannot be read are told to `skip` and left out."""
+        """(B, 3, H, W) uint8, one size in each; those that cannot be read are passed to `skip` and left out."""
 
     def digest(self) -> str:
         """A name for what is in it: SHA-256."""

@@ -264,7 +264,7 @@ def features(
     """Features (N, 2048) float32, on the network's device, of images (N, 3, H, W) uint8 or of a stream of such.
 
     Images of a stream may differ in size from one tensor to the next: they are resized, then go `batch` by `batch`.
-    `progress` is told how many images were done.
+    `progress` is called with the number of images that were done.
     """
     found = list(feature_batches(images, network, batch, progress))
     return torch.cat(found) if found else torch.empty(0, FEATURES, device=network.device)
@@ -292,8 +292,8 @@ def _batched(images: Tensor | Iterable[Tensor], device: torch.device, batch: int
     """Prepared inputs, `batch` at a time whatever the sizes of the images are."""
     waiting: list[Tensor] = []
     room = batch
-    for given in (images,) if isinstance(images, Tensor) else images:
-        rest = given
+    for pixels in (images,) if isinstance(images, Tensor) else images:
+        rest = pixels
         while len(rest):
             taken, rest = rest[:room], rest[room:]
             with _exact(device):
@@ -374,8 +374,8 @@ _NOT_READ = re.compile(r"^(fc|AuxLogits)\.|\.num_batches_tracked$")  # the class
 
 def cache_folder() -> Path:
     """$PELLUCID_CACHE, or ~/.cache/pellucid."""
-    given = os.environ.get("PELLUCID_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "pellucid"
+    folder = os.environ.get("PELLUCID_CACHE")
+    return Path(folder) if folder else Path.home() / ".cache" / "pellucid"
 
 
 def load_inception(
@@ -393,17 +393,18 @@ def load_inception(
 
 def find_weights(progress: Callable[[int, int], object] | None = None, url: str = _WEIGHTS_URL) -> Path:
     """The cached file; it is downloaded where there is none."""
-    folder = cache_folder()
-    for name in ("inception.safetensors", WEIGHTS_NAME):
-        if (folder / name).is_file():
-            return folder / name
-    return download_weights(url, folder / WEIGHTS_NAME, progress)
+    return cached_weights() or download_weights(url, cache_folder() / WEIGHTS_NAME, progress)
+
+
+def cached_weights() -> Path | None:
+    places = (cache_folder() / name for name in ("inception.safetensors", WEIGHTS_NAME))
+    return next((place for place in places if place.is_file()), None)
 
 
 def download_weights(url: str, goal: Path, progress: Callable[[int, int], object] | None = None) -> Path:
     """The file at `url`, whole and with the checksum that its name says, or not at all; at most 128 MiB.
 
-    `progress` is told the bytes that came and those that are expected, 0 where the server does not say.
+    `progress` is called with the bytes that came and those that are expected, 0 where the server does not say.
     """
     if not url.startswith(("https://", "http://")):
         raise PellucidError(rule("address of weights", "one of http or https", url), "weights-address")

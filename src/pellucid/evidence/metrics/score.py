@@ -6,26 +6,26 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import whole
 from pellucid.evidence.metrics.fid import FEW, Statistics, fid, fid_interval, note_on
 from pellucid.evidence.metrics.fid import RESAMPLES as FID_RESAMPLES
-from pellucid.evidence.metrics.image_text import ImageText
-from pellucid.evidence.metrics.images import ImageSet
-from pellucid.evidence.metrics.inception import BATCH, Inception, feature_batches
+from pellucid.evidence.metrics.image_text import ImageText, Judge, image_text, read_prompts
+from pellucid.evidence.metrics.images import ImageSet, open_images
+from pellucid.evidence.metrics.inception import BATCH, Inception, cache_folder, feature_batches, load_inception
 from pellucid.evidence.metrics.kid import SUBSET, SUBSETS, Kid, kid, kid_exact, kid_interval
 from pellucid.evidence.metrics.precision_recall import NEIGHBOURS, precision_recall
 from pellucid.evidence.statistics import LEVEL, RESAMPLES, Estimate, mean_interval
-from pellucid.interop import weights
-from pellucid.interop.atomic_files import are_whole, digests_in, put
+from pellucid.evidence.study.kernel import ProgressBar, no_bar
+from pellucid.interop import source, weights
+from pellucid.interop.atomic_files import are_whole
+from pellucid.pipeline.load import default_device
 
 # --- Features of a set ----------------------------------------------------------------------------------------------
 
@@ -91,26 +91,16 @@ def measure_cached(
         with contextlib.suppress(PellucidError):  # a damaged cache is no error: it is made again
             return _read_features(path, images.name).to(network.device)
     found = measure(images, network, batch, progress)
-    if not found.skipped:  # what was skipped would not be told the next time
+    if not found.skipped:  # or what was skipped would not be named the next time
         with contextlib.suppress(OSError):  # a full or read-only disk costs time, not the result
             folder.mkdir(parents=True, exist_ok=True)
-            _write_features(found, path)
+            features = {} if found.features is None else {"features": found.features}
+            found.statistics.write(path, _FEATURES_FORMAT, **features)
     return found
 
 
-def _write_features(found: FeatureSet, path: Path) -> None:
-    """Whole or not at all."""
-    statistics = found.statistics
-    tensors = {"mean": statistics.mean, "covariance": statistics.covariance}
-    if found.features is not None:
-        tensors["features"] = found.features
-    words = {"format": _FEATURES_FORMAT, "count": str(statistics.count), "network": statistics.network}
-    plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    put(path, partial(save_file, plain, metadata={**words, "digests": digests_in(plain)}))
-
-
 def _read_features(path: Path, name: str) -> FeatureSet:
-    """What `write` wrote."""
+    """What `measure_cached` wrote."""
     tensors, words = weights.read_safetensors(path), weights.metadata_of(path)
     features, count = tensors.get("features"), whole(words.get("count", ""))
     known = words.get("format") == _FEATURES_FORMAT and {"mean", "covariance"} <= set(tensors)
@@ -149,7 +139,7 @@ class ScoreConfig:
 
 @dataclass(frozen=True)
 class Score:
-    """Everything that was measured; what was not is None, and `notes` say why and what to heed."""
+    """Everything that was measured; what was not is None, and `notes` say why, and what to be careful with."""
 
     images: str
     count: int
@@ -188,20 +178,20 @@ def _estimate_json(one: Estimate) -> dict[str, Any]:
 def score(
     images: FeatureSet,
     reference: FeatureSet,
-    asked: ScoreConfig | None = None,
+    config: ScoreConfig | None = None,
     progress: Callable[[], object] | None = None,
 ) -> Score:
-    """FID and, where both sides have features, KID, precision and recall. `progress`: called `stages(asked)` times."""
-    asked, done = asked or ScoreConfig(), progress or (lambda: None)
+    """FID and, where both sides have features, KID, precision and recall. `progress`: called `stages(config)` times."""
+    config, done = config or ScoreConfig(), progress or (lambda: None)
     notes = [*images.notes(), *reference.notes(), *_notes_on(images, reference)]
     x, y = images.features, reference.features
     distance = Estimate(fid(reference.statistics, images.statistics))
     done()
-    if x is not None and asked.resamples:
+    if x is not None and config.resamples:
         against = reference.statistics.to(x.device)
-        resampled = fid_interval(x, against, asked.fid_resamples, asked.seed, asked.level, done)
+        resampled = fid_interval(x, against, config.fid_resamples, config.seed, config.level, done)
         distance = replace(resampled, value=distance.value)
-    found: dict[str, Any] = {} if x is None or y is None else _pairwise(x, y.to(x.device), asked, done)
+    found: dict[str, Any] = {} if x is None or y is None else _pairwise(x, y.to(x.device), config, done)
     return Score(
         images.name,
         images.count,
@@ -213,26 +203,26 @@ def score(
     )
 
 
-def stages(asked: ScoreConfig) -> int:
+def stages(config: ScoreConfig) -> int:
     """How often `score` reports progress, at most."""
-    return 1 + asked.fid_resamples + 4
+    return 1 + config.fid_resamples + 4
 
 
-def _pairwise(x: torch.Tensor, y: torch.Tensor, asked: ScoreConfig, done: Callable[[], object]) -> dict[str, Any]:
+def _pairwise(x: torch.Tensor, y: torch.Tensor, config: ScoreConfig, done: Callable[[], object]) -> dict[str, Any]:
     """What needs the features of both sides (N, D), (M, D)."""
-    subsets = kid(x, y, asked.subsets, asked.subset, asked.seed)
+    subsets = kid(x, y, config.subsets, config.subset, config.seed)
     done()
     exact = Estimate(kid_exact(x, y))
     done()
-    if asked.resamples:
-        exact = kid_interval(x, y, asked.resamples, asked.seed, asked.level, value=exact.value)
+    if config.resamples:
+        exact = kid_interval(x, y, config.resamples, config.seed, config.level, value=exact.value)
     done()
-    both = precision_recall(x, y, asked.neighbours)
+    both = precision_recall(x, y, config.neighbours)
     done()
     shares = {"precision": Estimate(both.precision), "recall": Estimate(both.recall)}
-    if asked.resamples:
+    if config.resamples:
         for name, inside in (("precision", both.inside), ("recall", both.reached)):
-            found = mean_interval(inside, asked.resamples, asked.seed, asked.level)
+            found = mean_interval(inside, config.resamples, config.seed, config.level)
             shares[name] = replace(found, value=shares[name].value)
     return {"kid": exact, "kid_subsets": subsets, **shares}
 
@@ -258,3 +248,83 @@ def with_image_text(found: Score, text: ImageText) -> Score:
     if text.skipped and found.reference is None:
         notes.append(f"{text.skipped:,} images could not be read and were skipped.")
     return replace(found, image_text=text.estimate, cosines=tuple(text.cosines.tolist()), notes=tuple(notes))
+
+
+# --- A whole run ----------------------------------------------------------------------------------------------------
+
+_MEGABYTES = 92  # of Inception's weights, when they are downloaded
+
+
+class ScoreRun:
+    """The sets and networks of a score; what is missing is found before the long work begins."""
+
+    def __init__(
+        self,
+        images: str,
+        reference: str | None = None,
+        config: ScoreConfig | None = None,
+        batch: int = BATCH,
+        device: str | None = None,
+        *,
+        cached: bool = True,
+        bar: ProgressBar = no_bar,
+    ) -> None:
+        self.names, self.config = (images, reference), config or ScoreConfig()
+        self.images = open_images(images)
+        self.reference = None if reference is None else open_images(reference)
+        self.batch, self.cached, self.bar = batch, cached, bar
+        self.device = source.place(device) or default_device()
+
+    def score(
+        self, inception: Path | None = None, save: Callable[[Callable[[Path], None]], object] | None = None
+    ) -> Score:
+        """The figures against the reference; without one, only the count. `save` is called with a function that writes
+        the images' statistics into a file."""
+        name, against = self.names
+        if against is None and save is None:
+            return Score(name, len(self.image_set("--clip")))
+        if save is not None:
+            self.image_set("--save")
+        network = self.network(inception)
+        mine = self.measured(name, self.images, network, False)
+        if save is not None:
+            save(mine.statistics.save)
+        if against is None:
+            return Score(name, mine.count, notes=tuple(mine.notes()))
+        other = self.measured(against, self.reference, network, self.cached)
+        with self.bar("scoring", stages(self.config)) as done:
+            return score(mine, other, self.config, done)
+
+    def network(self, path: Path | None) -> Inception | None:
+        """FID's network, unless both sides are statistics already."""
+        if all(isinstance(side, Statistics) for side in (self.images, self.reference) if side is not None):
+            if path is not None:
+                raise PellucidError(rule("--inception", "left out for statistics", str(path)), "usage")
+            return None
+        with self.bar("Inception's weights", _MEGABYTES) as done:
+            return load_inception(path, self.device, lambda *_: done())
+
+    def measured(self, name: str, side: Any, network: Inception | None, cached: bool) -> FeatureSet:
+        """One side as the network sees it."""
+        if network is None or isinstance(side, Statistics):
+            return FeatureSet(name, side.to(self.device))
+        with self.bar(name, len(side)) as done:
+            if cached:
+                return measure_cached(side, network, cache_folder(), self.batch, done)
+            return measure(side, network, self.batch, done)
+
+    def image_set(self, option: str) -> ImageSet:
+        if isinstance(self.images, Statistics):
+            raise PellucidError(rule(f"IMAGES of {option}", "images", "statistics"), "usage")
+        return self.images
+
+    def judge(self, clip: str, prompts: Path) -> Callable[[], ImageText]:
+        """What says how well each image fits its prompt, ready to run."""
+        images = self.image_set("--clip")
+        texts, judge = read_prompts(prompts, images), Judge.load(clip, self.device)
+
+        def run() -> ImageText:
+            with self.bar("prompts", len(images)) as done:
+                return image_text(images, texts, judge, self.config.resamples, self.config.seed, done)
+
+        return run

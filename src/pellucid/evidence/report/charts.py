@@ -122,25 +122,25 @@ def legend(figure: Figure, axes: Axes | Sequence[Axes], note: str = "") -> Legen
     foot = 0.25 if note else 0.04  # inches
     look: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": INK, "loc": "lower center"}
     look |= {"borderaxespad": 0.2, "columnspacing": 1.4}
-    made, tall = None, 0.0
+    drawn, tall = None, 0.0
     for columns in range(min(6, len(named)), 0, -1):
-        made = figure.legend(list(named.values()), list(named), ncols=columns, **look)
-        size = made.get_window_extent(figure.canvas.get_renderer())  # type: ignore[attr-defined]  # of Agg
+        drawn = figure.legend(list(named.values()), list(named), ncols=columns, **look)
+        size = drawn.get_window_extent(figure.canvas.get_renderer())  # type: ignore[attr-defined]  # of Agg
         tall = size.height / figure.dpi
         if size.width <= figure.bbox.width or columns == 1:
             break
-        made.remove()
+        drawn.remove()
     height = figure.get_figheight() + max(0.0, tall - 0.3)
     figure.set_figheight(height)
-    if made is not None:
-        made.set_bbox_to_anchor((0.5, foot / height), figure.transFigure)
+    if drawn is not None:
+        drawn.set_bbox_to_anchor((0.5, foot / height), figure.transFigure)
     figure.text(0.5, 0.08 / height, note, fontsize=8.5, color=SLATE, ha="center", va="bottom")
     figure.tight_layout(rect=(0, (foot + tall) / height, 1, 1), w_pad=2.0, h_pad=1.4, pad=0.6)
-    return made
+    return drawn
 
 
 def number_text(value: float, digits: int = 4) -> str:
-    """A number for an axis, the pointer or a table, with so many significant digits."""
+    """A number for an axis, the pointer or a table, with this many significant digits."""
     if value and not 1e-4 <= abs(value) < 1e7:
         return f"{value:.{min(digits, 3) - 1}e}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
     text = f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
@@ -161,6 +161,10 @@ class Spot:
     key: str = ""
     series: int | None = None
     radius: float = 4.0  # points
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.x) and math.isfinite(self.y)
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ class Drawing:
             data = base64.b64encode(held.getvalue()).decode()
             return f'<img alt="{title}" src="data:image/png;base64,{data}">'
         width, height = (72 * float(side) for side in self.figure.get_size_inches())
-        spots = "".join(self.circle(spot, height) for spot in self.spots if _shown(spot))
+        spots = "".join(self.circle(spot, height) for spot in self.spots if spot.finite)
         inside = _svg(self.figure, title)
         return f'<svg viewBox="0 0 {width:g} {height:g}" role="group" aria-label="{title}">{inside}{spots}</svg>'
 
@@ -210,10 +214,6 @@ class Drawing:
             f'<circle cx="{x:.1f}" cy="{height - y:.1f}" r="{spot.radius:g}" tabindex="0" role="img"{series} '
             f'aria-label="{words.replace(chr(10), ", ")}" data-tip="{words}"{cell}/>'
         )
-
-
-def _shown(spot: Spot) -> bool:
-    return math.isfinite(spot.x) and math.isfinite(spot.y)
 
 
 _FONT = re.compile(r"((?:font(?:-family)?): [^;\"]*?)'DejaVu Sans'[^;\"]*")
@@ -274,10 +274,10 @@ class Series:
 
     def __post_init__(self) -> None:
         for name in ("y", "low", "high", "labels", "href"):
-            given = getattr(self, name)
-            if given is not None and len(given) not in ((len(self.x),) if name == "y" else (0, len(self.x))):
+            values = getattr(self, name)
+            if values is not None and len(values) not in ((len(self.x),) if name == "y" else (0, len(self.x))):
                 must = f"as many as x, {len(self.x)}"
-                raise PellucidError(rule(f"{name} of series {self.name}", must, len(given)), "chart")
+                raise PellucidError(rule(f"{name} of series {self.name}", must, len(values)), "chart")
 
     @staticmethod
     def of(name: str, x: Sequence[float], y: Sequence[Estimate], **look: Any) -> Series:
@@ -367,14 +367,14 @@ class Chart:
 
 
 def _paint_series(
-    axes: Axes, one: Series, kept: Sequence[int], colour: str, number: int, look: tuple[Scale, float]
+    axes: Axes, one: Series, indices: Sequence[int], colour: str, number: int, look: tuple[Scale, float]
 ) -> None:
     """A line with its points and bars for their intervals; a bar that reaches zero ends at the frame of a log axis."""
     up, marker = look
     style = ("--" if one.dashed else "-") if one.line else ""
     drawn = axes.plot(
-        [one.x[i] for i in kept],
-        [one.y[i] for i in kept],
+        [one.x[i] for i in indices],
+        [one.y[i] for i in indices],
         style or "none",
         color=colour,
         marker="o" if one.points else "none",
@@ -382,7 +382,7 @@ def _paint_series(
         linewidth=1.8 if marker > 4 else 1.4,
         label=one.name,
     )
-    ends = [(one.x[i], *held) for i in kept if (held := one.interval(i)) is not None]
+    ends = [(one.x[i], *held) for i in indices if (held := one.interval(i)) is not None]
     if ends:
         x, low, high = zip(*ends, strict=True)
         low = [max(v, up.low) for v in low] if up.log else low
@@ -425,9 +425,9 @@ def _paint_mark(axes: Axes, one: Mark, across: Scale) -> None:
         axes.annotate(one.name, (1.0, one.y), xycoords=("axes fraction", "data"), **place, **look)
 
 
-def _name_entries(made: Legend | None, names: Sequence[str]) -> None:
+def _name_entries(drawn: Legend | None, names: Sequence[str]) -> None:
     """Lets a page know which entry of a legend is which series."""
-    for text in made.get_texts() if made else ():
+    for text in drawn.get_texts() if drawn else ():
         text.set_gid(f"entry-{names.index(text.get_text())}")
 
 

@@ -19,11 +19,8 @@ from typing import Protocol
 from PIL import Image
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.report.charts import Axis, Chart, Drawing, Mark, Series
+from pellucid.evidence.report.charts import Chart, Drawing
 from pellucid.interop.atomic_files import put
-
-__all__ = ["Axis", "Chart", "Code", "Drawing", "ImageCell", "Images", "Mark", "Page", "Series", "Table", "Text"]
-
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
@@ -141,7 +138,7 @@ function enliven(chart) {
 }
 """
 
-# Images by cell: what is asked for comes beside what was shown before.
+# Images by cell: the cell that is chosen appears next to the one that was shown before.
 _SCRIPT = """
 document.documentElement.classList.add("scripted");
 const shownAtOnce = 2;
@@ -268,10 +265,10 @@ def sheet(images: Sequence[Image.Image], side: int, columns: int) -> Image.Image
     width, height = chosen[0].size
     columns = min(columns, len(chosen))
     gap, rows = 2, math.ceil(len(chosen) / columns)
-    whole = Image.new("RGB", (columns * (width + gap) - gap, rows * (height + gap) - gap), "white")
+    canvas = Image.new("RGB", (columns * (width + gap) - gap, rows * (height + gap) - gap), "white")
     for i, one in enumerate(chosen):
-        whole.paste(one, (i % columns * (width + gap), i // columns * (height + gap)))
-    return whole
+        canvas.paste(one, (i % columns * (width + gap), i // columns * (height + gap)))
+    return canvas
 
 
 def thumb(image: Image.Image, side: int) -> Image.Image:
@@ -313,14 +310,14 @@ class Page:
         )
 
     def body(self) -> str:
-        made, together = [], False
+        parts, together = [], False
         for part in self.parts:
             chart = isinstance(part, Chart | Drawing) and not part.wide
             if chart != together:
-                made.append('<div class="charts">\n' if chart else "</div>\n")
+                parts.append('<div class="charts">\n' if chart else "</div>\n")
             together = chart
-            made.append(part.html())
-        return "".join(made) + ("</div>" if together else "")
+            parts.append(part.html())
+        return "".join(parts) + ("</div>" if together else "")
 
     def write(self, path: Path) -> Path:
         """A file that is whole or absent."""

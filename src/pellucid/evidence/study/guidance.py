@@ -7,7 +7,7 @@ and the recommendation are made from the records.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -26,8 +26,9 @@ from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.evidence.metrics.inception import to_bytes
-from pellucid.evidence.study.kernel import ShardNumber, Study
+from pellucid.evidence.study.kernel import ShardNumber, Study, check_lists, check_whole
 from pellucid.evidence.study.subject import SCENES, queries_of, read_lines_of, scene_count
+from pellucid.interop import source
 from pellucid.models.guidance import Guidance, short
 from pellucid.models.rules import RULES, CFGZero
 from pellucid.pipeline import fingerprint
@@ -39,8 +40,7 @@ from pellucid.scenes.sampling import OBJECTS
 from pellucid.scenes.scene import Scenes
 
 if TYPE_CHECKING:
-    from pellucid.evidence.study.guidance_report import GuidanceReport
-    from pellucid.evidence.study.guidance_results import GuidanceResults
+    from pellucid.evidence.study.guidance_report import GuidanceReport, GuidanceResults
 
 # --- Rules by name --------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ _MAX_PROMPTS = 100_000
 
 @dataclass(frozen=True)
 class GuidancePrompts:
-    """What is asked for: `queries` where every prompt is a caption of a scene, `truth` where the scenes are known."""
+    """The prompts: `queries` where every prompt is a caption of a scene, `truth` where the scenes are known."""
 
     texts: tuple[str, ...]
     queries: tuple[Query, ...] | None = None
@@ -137,7 +137,7 @@ def _read_guidance_prompts(where: str, seed: int) -> GuidancePrompts:
 LOOKS = ("saturation", "colourfulness", "sharpness")
 _DIGITS = 6  # of a number in the records
 _TRUE_BATCH = 32  # true images
-_MAX_REFERENCE = 1000  # images of a reference that are looked at
+_MAX_REFERENCE = 1000  # images of a reference that are measured
 Row = dict[str, list[Any]]  # by figure, one value an image; of diversity one per prompt
 
 
@@ -159,12 +159,12 @@ def measure_images(
     device: torch.device | str = "cpu",
 ) -> Row:
     """All figures of the images of some prompts, `seeds` of each in turn."""
-    given = to_tensor(images).to(device)
-    pixels = (given + 1) / 2
+    signed = to_tensor(images).to(device)
+    pixels = (signed + 1) / 2
     found = _looks_of(pixels)
     if queries is not None:
-        verdicts = [judged(reading, query) for reading, query in zip(scenes.read(given), queries, strict=True)]
-        found |= {  # all right, the share of attributes that are right, and whether colours bled (None: not told)
+        verdicts = [judged(reading, query) for reading, query in zip(scenes.read(signed), queries, strict=True)]
+        found |= {  # all right, the share of attributes that are right, and whether colours bled (None: unknown)
             "right": [int(one.right) for one in verdicts],
             "attributes": [round(sum(one.marks.values()) / len(one.marks), _DIGITS) for one in verdicts],
             "bled": [None if one.bled is None else int(one.bled) for one in verdicts],
@@ -182,7 +182,7 @@ def measure_images(
 
 
 def looks_of_scenes(truth: Scenes, size: tuple[int, int], pipe: Any) -> Row:
-    """Renders of the scenes that were asked for, through the model's own VAE where it has one: the best it could do."""
+    """Renders of the scenes of the prompts, through the model's own VAE where it has one: the best it could do."""
     vae = pipe.components.vae if isinstance(pipe, Pipeline) else None
     rows = []
     for first in range(0, len(truth), _TRUE_BATCH):
@@ -252,17 +252,13 @@ class GuidanceStudyConfig:
     tolerance: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("scales", "rules"):
-            held = getattr(self, name)
-            if not held or len(set(held)) != len(held):
-                raise PellucidError(rule(name, "at least one, none of them twice", list(held)), "study-list")
+        check_lists(self, "scales", "rules")
         if list(self.scales) != sorted(self.scales):
             raise PellucidError(rule("scales", "numbers that grow", list(self.scales)), "study-list")
         if len(self.scales) * len(self.rules) > _MAX_CELLS:
             got = len(self.scales) * len(self.rules)
             raise PellucidError(rule("scales × rules", f"at most {_MAX_CELLS}", got), "study-list")
-        if isinstance(self.seeds, bool) or not isinstance(self.seeds, int) or not 1 <= self.seeds <= _MAX_SEEDS:
-            raise PellucidError(rule("seeds", f"a whole number from 1 to {_MAX_SEEDS}", self.seeds), "study-seeds")
+        check_whole("seeds", self.seeds, 1, _MAX_SEEDS, "study-seeds")
         if not 0 < self.tolerance < 1:
             raise PellucidError(rule("tolerance", "above 0 and below 1", self.tolerance), "study-tolerance")
         if self.part not in PARTS:
@@ -287,6 +283,17 @@ class GuidanceStudyConfig:
         """The prompts; by the reader where they are captions of scenes, unless a file comes with an encoder."""
         found = _read_guidance_prompts(self.prompts, self.seed)
         return GuidancePrompts(found.texts) if self.clip is not None and found.truth is None else found
+
+
+def with_own_clip(config: GuidanceStudyConfig) -> GuidanceStudyConfig:
+    """With the image-text encoder of the model's own bundle, where prompts need one and none is given."""
+    if config.clip is not None or config.asked.queries is not None:
+        return config
+    if not (source.locate(config.model) / "image_text").is_dir():
+        advice = "They are no captions of scenes: name a CLIP that scores them."
+        must = f"--clip must be given for the prompts of {config.prompts}; got none. {advice}"
+        raise PellucidError(must, "study-clip")
+    return replace(config, clip=f"{config.model}/image_text")
 
 
 class GuidanceBatch(NamedTuple):
@@ -328,15 +335,15 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
         super().__init__(config, folder, shard)
 
     @classmethod
-    def open(cls, config: GuidanceStudyConfig, folder: Path, shard: ShardNumber = (0, 1), **given: Any) -> Self:
-        """`given` is the `device`."""
-        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **given)
+    def open(cls, config: GuidanceStudyConfig, folder: Path, shard: ShardNumber = (0, 1), **resources: Any) -> Self:
+        """`resources` is the `device`."""
+        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **resources)
         judge = None if config.clip is None else Judge.load(config.clip, pipe.device)
         return cls(config, folder, pipe, judge, pipe.device, shard, fingerprint.of_model(pipe.components))
 
     def settings(self) -> dict[str, Any]:
         own = asdict(self.config)
-        del own["tolerance"]  # another one judges the same images anew
+        del own["tolerance"]  # the same images can be judged by another one
         return {**own, "texts": self.asked.texts, "nature": asdict(self.nature), "model_hash": self.model_hash}
 
     # --- the work -------------------------------------------------------------------------------------------------
@@ -375,25 +382,25 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
             return self.truth()
         seeds, last = self.config.seeds, cell.first + self.together
         texts = [text for text in self.asked.texts[cell.first : last] for _ in range(seeds)]
-        made = self.images(cell, texts)
+        images = self.images(cell, texts)
         self.claim()  # only once there is an image to keep
-        self.keep(made, cell)
+        self.keep(images, cell)
         queries = self.asked.queries
         own = None if queries is None else [query for query in queries[cell.first : last] for _ in range(seeds)]
-        row = measure_images(made, texts, own, self.judge, seeds, self.device)
-        return {"size": list(made[0].size), "figures": row}
+        row = measure_images(images, texts, own, self.judge, seeds, self.device)
+        return {"size": list(images[0].size), "figures": row}
 
     def images(self, cell: GuidanceBatch, texts: Sequence[str]) -> list[Image.Image]:
         """All images of a record, `seeds` for each prompt in turn, in batches that the machine can hold."""
         assert self.pipe is not None
         making, number = self.config.making(cell.guidance), cell.first * self.config.seeds
-        made: list[Image.Image] = []
+        images: list[Image.Image] = []
         for start in making.firsts(len(texts)):
-            made += making.images(self.pipe, texts[start : start + making.batch], number + start)
-        return made
+            images += making.images(self.pipe, texts[start : start + making.batch], number + start)
+        return images
 
     def truth(self) -> dict[str, Any]:
-        """The true images: those that were given, or of the scenes that were asked for."""
+        """The true images: those of the reference, or renders of the prompts' scenes."""
         width, height = self.records.rows[0]["size"]
         if self.config.reference is not None:
             row = _looks_of_folder(self.config.reference, (width, height))
@@ -404,9 +411,9 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
 
     # --- images for the report ----------------------------------------------------------------------------------
 
-    def keep(self, made: list[Image.Image], cell: GuidanceBatch) -> None:
+    def keep(self, images: list[Image.Image], cell: GuidanceBatch) -> None:
         """The first image of each of the first prompts."""
-        chosen = made[:: self.config.seeds][: max(0, PROMPTS_SHOWN - cell.first)]
+        chosen = images[:: self.config.seeds][: max(0, PROMPTS_SHOWN - cell.first)]
         if chosen:
             sheets.write_tiles(chosen, self.place(cell.guidance, cell.first))
 
@@ -431,7 +438,7 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
 
     def results(self) -> GuidanceResults | None:
         """None before a first cell and its reference are whole."""
-        from pellucid.evidence.study.guidance_results import results_of
+        from pellucid.evidence.study.guidance_report import results_of
 
         return results_of(self)
 

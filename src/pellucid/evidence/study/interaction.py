@@ -35,7 +35,7 @@ from pellucid.interop import source
 from pellucid.train.config import parse, read
 
 _MODELS = "models"  # the folder of the sampler studies
-JUDGED = ("kid", "image_text", "right")  # measures for which somebody must look at the images
+JUDGED = ("kid", "image_text", "right")  # measures of the images themselves, for which scorers are needed
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,10 @@ class InteractionStudyConfig:
     def of_model(self, model: str, asks: str) -> SamplerStudyConfig:
         """The sampler study of one model, with prompts only where it takes them."""
         shared = {field.name for field in fields(SamplerStudyConfig)} & vars(self).keys()
-        given = {name: getattr(self, name) for name in shared - {"prompts"}}
-        return SamplerStudyConfig(model=model, **given, prompts=() if asks == "nothing" else read_prompts(self.prompts))
+        settings = {name: getattr(self, name) for name in shared - {"prompts"}}
+        return SamplerStudyConfig(
+            model=model, **settings, prompts=() if asks == "nothing" else read_prompts(self.prompts)
+        )
 
 
 def label_of(model: str) -> str:
@@ -115,17 +117,17 @@ class ModelResult:
         return f"{self.schedule}, {self.target}, {self.architecture}"
 
 
-class StudiedModel(NamedTuple):
+class InteractionCell(NamedTuple):
     name: str
     model: str
 
 
-class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
+class InteractionStudy(Study[InteractionStudyConfig, InteractionCell]):
     """Each model is a sampler study, which goes on by itself and has the records; `pipes` are used by name in place of
     loading. Models, samplers and steps may be added."""
 
     kind = "interaction"
-    cell = StudiedModel
+    cell = InteractionCell
     fixed = ()
     parts = "models"
 
@@ -142,8 +144,8 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
         self.models: list[ModelResult] = []
         super().__init__(config, folder, shard)
 
-    def cells(self) -> list[StudiedModel]:
-        return list(map(StudiedModel, self.config.labels, self.config.models))
+    def cells(self) -> list[InteractionCell]:
+        return list(map(InteractionCell, self.config.labels, self.config.models))
 
     def work(self, bar: ProgressBar, stopped: Callable[[], bool]) -> None:
         """Model by model, each with a bar of its own."""
@@ -160,9 +162,9 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
                 return
             self.models.append(self.result_of(cell.name, study))
 
-    def study_of(self, cell: StudiedModel) -> SamplerStudy:
-        """The sampler study of a model. Nobody looks at its images where the distance decides and nothing was named:
-        that costs more than making them."""
+    def study_of(self, cell: InteractionCell) -> SamplerStudy:
+        """The sampler study of a model. Its images are not scored where the distance decides and no scorer is
+        named: that costs more than making them."""
         c, pipe = self.config, self.pipes.get(cell.name)
         subject = Subject.open(cell.model, dtype=c.dtype, device=self.device) if pipe is None else Subject.of(pipe)
         study = SamplerStudy(c.of_model(cell.model, subject.asks), self.folder / _MODELS / cell.name, subject)
@@ -188,10 +190,10 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
             floor=next(iter(floor.values()), float("nan")),
         )
 
-    def results(self) -> Interaction:
-        return Interaction(self.models, self.config.steps)
+    def results(self) -> InteractionResults:
+        return InteractionResults(self.models, self.config.steps)
 
-    def report(self) -> Interaction:
+    def report(self) -> InteractionResults:
         from pellucid.evidence.study import interaction_report
 
         found = self.results()
@@ -203,9 +205,9 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
 
 
 @dataclass(frozen=True)
-class Best:
+class BestSetup:
     """The best set-up of one model at a budget: its figure, how often it came first in the resamples, and who else
-    cannot be told from it (the interval of the difference holds zero)."""
+    cannot be distinguished from it (the interval of the difference holds zero)."""
 
     model: str
     budget: int
@@ -221,7 +223,7 @@ class Best:
 
 
 @dataclass(frozen=True)
-class Change:
+class BestSetupChange:
     """Two groups at a budget whose best set-ups differ. `kept_there`: what the first group's best costs in the second;
     `kept_here`: what the second's costs in the first: a factor where the measure is compared so, else a difference."""
 
@@ -240,7 +242,7 @@ class Change:
         return vars(self) | {name: gap.plain() | {"over": words.get(gap.over, gap.over)} for name, gap in gaps.items()}
 
 
-class Interaction:
+class InteractionResults:
     """All models of a study side by side."""
 
     def __init__(self, seen: Sequence[ModelResult], budgets: Sequence[int]) -> None:
@@ -278,7 +280,7 @@ class Interaction:
         held = np.stack([self.loss(one, setup, budget) for setup in self.setups])
         return np.where(np.isfinite(held), held, math.inf)
 
-    def best(self, one: ModelResult, budget: int) -> Best | None:
+    def best(self, one: ModelResult, budget: int) -> BestSetup | None:
         held = self.table(one, budget)
         if not np.isfinite(held[:, 0]).any():
             return None
@@ -293,7 +295,7 @@ class Interaction:
         assert number is not None
         resolved = self.resolved(one, self.setups[i], budget)
         figure = one.column.estimate(number)
-        return Best(one.name, budget, self.setups[i], figure, first, tuple(rivals), resolved)
+        return BestSetup(one.name, budget, self.setups[i], figure, first, tuple(rivals), resolved)
 
     def resolved(self, one: ModelResult, setup: str, budget: int) -> bool:
         """Whether a distance is well above what the converged run still moves; other measures have no such bound."""
@@ -322,7 +324,7 @@ class Interaction:
             found = gap_of(apart[0])
         return found.map(math.exp) if self.scaled else found
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[BestSetupChange]:
         """Every pair of groups at every budget whose best set-ups differ."""
         found = []
         for budget in self.budgets:
@@ -337,7 +339,7 @@ class Interaction:
                     self.resolved(one, s, budget) for g in (here, there) for one in self.groups[g] for s in (a, b)
                 )
                 sure = clear and kept_there.low > self.nothing and kept_here.low > self.nothing
-                found.append(Change(budget, here, there, a, b, kept_there, kept_here, sure))
+                found.append(BestSetupChange(budget, here, there, a, b, kept_there, kept_here, sure))
         return found
 
     def spreads(self, budget: int) -> tuple[float, float, float] | None:
@@ -347,7 +349,7 @@ class Interaction:
         kept = table[:, np.isfinite(table).all(0)]
         if kept.shape[0] < 2 or kept.shape[1] < 2:
             return None
-        whole, rows, columns = kept.mean(), kept.mean(1, keepdims=True), kept.mean(0, keepdims=True)
-        parts = (columns - whole, rows - whole, kept - rows - columns + whole)
+        mean, rows, columns = kept.mean(), kept.mean(1, keepdims=True), kept.mean(0, keepdims=True)
+        parts = (columns - mean, rows - mean, kept - rows - columns + mean)
         found = [float(np.sqrt((part**2).mean())) for part in parts]
         return tuple(math.exp(v) if self.scaled else v for v in found)  # type: ignore[return-value]

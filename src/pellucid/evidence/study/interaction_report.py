@@ -11,7 +11,7 @@ from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Drawing, Series, Spot, number_text
 from pellucid.evidence.report.page import Code, Page, Table, Text
 from pellucid.evidence.statistics import Estimate
-from pellucid.evidence.study.interaction import Change, Interaction, InteractionStudy, ModelResult
+from pellucid.evidence.study.interaction import BestSetupChange, InteractionResults, InteractionStudy, ModelResult
 from pellucid.interop.atomic_files import put
 
 _WORST_COLOUR = (201, 68, 40)  # what a factor of four and more looks like
@@ -22,14 +22,14 @@ _NOTE = (
 )
 
 
-def write(opened: InteractionStudy, found: Interaction) -> Path:
+def write(opened: InteractionStudy, found: InteractionResults) -> Path:
     """charts/*.png, table.md, figures.json and report.html."""
     heats, curves = _heat(found), {one.name: _curve(found, one) for one in found.seen}
     charts.write({"heat": heats, **curves}, opened.folder)
-    made = tables(found)
+    all_tables = tables(found)
     page = Page("Schedule × sampler × steps", _headline(found))
     said = [*sentences(found), *about_converged(found)]
-    page.add(*map(Text, said), Text(_NOTE, kind="note"), *made)
+    page.add(*map(Text, said), Text(_NOTE, kind="note"), *all_tables)
     page.add(
         Text("", "How far behind the best"),
         heats,
@@ -39,12 +39,12 @@ def write(opened: InteractionStudy, found: Interaction) -> Path:
     )
     listed = "\n".join(f"- {words}" for words in said)
     parts = ["# Schedule × sampler × steps\n", _headline(found) + "\n", listed + "\n", _NOTE + "\n"]
-    put(opened.folder / "table.md", "\n".join([*parts, *(table.markdown() for table in made)]))
+    put(opened.folder / "table.md", "\n".join([*parts, *(table.markdown() for table in all_tables)]))
     put(opened.folder / "figures.json", json.dumps(_plain(found), indent=1) + "\n")
     return page.write(opened.folder / "report.html")
 
 
-def _headline(found: Interaction) -> str:
+def _headline(found: InteractionResults) -> str:
     groups = "; ".join(f"{name} ({len(held)})" for name, held in found.groups.items())
     return f"{found.measure.title}, {len(found.setups)} samplers, models of {groups}."
 
@@ -52,7 +52,7 @@ def _headline(found: Interaction) -> str:
 # --- words -----------------------------------------------------------------------------------------------------
 
 
-def sentences(found: Interaction) -> list[str]:
+def sentences(found: InteractionResults) -> list[str]:
     """Where the best changes, the sure ones first; or that it does not."""
     changes = found.changes()
     if not changes:
@@ -61,7 +61,7 @@ def sentences(found: Interaction) -> list[str]:
     return [change_words(found, one) for one in sorted(changes, key=lambda one: (not one.sure, one.budget))]
 
 
-def about_converged(found: Interaction) -> list[str]:
+def about_converged(found: InteractionResults) -> list[str]:
     """Whose yardstick moves so much that its figures say little."""
     said = []
     for one in found.seen:
@@ -75,7 +75,7 @@ def about_converged(found: Interaction) -> list[str]:
     return said
 
 
-def change_words(found: Interaction, one: Change) -> str:
+def change_words(found: InteractionResults, one: BestSetupChange) -> str:
     verdict = "a sure change" if one.sure else "not sure"
     return (
         f"At {one.budget} calls {one.best_here} is best for {one.here}, {one.best_there} for {one.there} ({verdict}): "
@@ -84,7 +84,7 @@ def change_words(found: Interaction, one: Change) -> str:
     )
 
 
-def _gap_words(found: Interaction, gap: Estimate) -> str:
+def _gap_words(found: InteractionResults, gap: Estimate) -> str:
     if found.scaled:
         ends = "" if gap.ends is None else f" ({gap.low:.2f} to {gap.high:.2f})"
         return f"{gap.value:.2f} times{ends}"
@@ -94,11 +94,11 @@ def _gap_words(found: Interaction, gap: Estimate) -> str:
 # --- tables ----------------------------------------------------------------------------------------------------
 
 
-def tables(found: Interaction) -> list[Table]:
+def tables(found: InteractionResults) -> list[Table]:
     return [_best_by_group(found), _best_by_model(found), _shares(found)]
 
 
-def _best_by_group(found: Interaction) -> Table:
+def _best_by_group(found: InteractionResults) -> Table:
     rows = [
         (f"{group} ({len(held)})", *(found.best_of(group, budget) or "−" for budget in found.budgets))
         for group, held in found.groups.items()
@@ -107,7 +107,7 @@ def _best_by_group(found: Interaction) -> Table:
     return Table("The best of each group", ("group (models)", *_calls(found)), tuple(rows), note)
 
 
-def _best_by_model(found: Interaction) -> Table:
+def _best_by_model(found: InteractionResults) -> Table:
     rows = []
     for one in found.seen:
         cells = []
@@ -125,7 +125,7 @@ def _best_by_model(found: Interaction) -> Table:
     return Table("The best of each model", ("model", *_calls(found)), tuple(rows), note)
 
 
-def _shares(found: Interaction) -> Table:
+def _shares(found: InteractionResults) -> Table:
     rows = []
     for budget in found.budgets:
         parts = found.spreads(budget)
@@ -139,14 +139,14 @@ def _shares(found: Interaction) -> Table:
     return Table("How much is interaction", columns, tuple(rows), note)
 
 
-def _calls(found: Interaction) -> tuple[str, ...]:
+def _calls(found: InteractionResults) -> tuple[str, ...]:
     return tuple(f"{budget} calls" for budget in found.budgets)
 
 
 # --- charts ----------------------------------------------------------------------------------------------------
 
 
-def _behind(found: Interaction, one: ModelResult, setup: str, budget: int) -> float:
+def _behind(found: InteractionResults, one: ModelResult, setup: str, budget: int) -> float:
     """How much worse than the model's best: a factor or a difference; NaN where it was not run."""
     held = found.table(one, budget)[:, 0]
     mine = held[found.setups.index(setup)]
@@ -156,7 +156,7 @@ def _behind(found: Interaction, one: ModelResult, setup: str, budget: int) -> fl
     return math.exp(apart) if found.scaled else apart * found.measure.scale
 
 
-def _tint(found: Interaction, value: float, most: float) -> tuple[float, float, float]:
+def _tint(found: InteractionResults, value: float, most: float) -> tuple[float, float, float]:
     """White for the best, deep for what is `most` behind."""
     if not math.isfinite(value):
         return (0.93, 0.94, 0.95)
@@ -165,7 +165,7 @@ def _tint(found: Interaction, value: float, most: float) -> tuple[float, float, 
     return tuple(1.0 + part * (c / 255 - 1.0) for c in _WORST_COLOUR)  # type: ignore[return-value]
 
 
-def _heat(found: Interaction) -> Drawing:
+def _heat(found: InteractionResults) -> Drawing:
     """A table of colours for each budget: set-ups down, models across; the numbers are how much worse than the best."""
     across, down = len(found.seen), len(found.setups)
     width, height = 0.7 * across + 0.3, 0.34 * down + 1.3
@@ -196,14 +196,14 @@ def _heat(found: Interaction) -> Drawing:
     return Drawing(drawing, f"How far each sampler is behind the best of a model: {unit}", spots=spots)
 
 
-def _cell_words(found: Interaction, one: ModelResult, setup: str, budget: int) -> str:
+def _cell_words(found: InteractionResults, one: ModelResult, setup: str, budget: int) -> str:
     number = found.cell(one, setup, budget)
     if number is None:
         return f"{one.name}, {setup}: not run"
     return f"{one.name}, {one.cells[number].key}: {one.column.shown(number).words(number_text)}"
 
 
-def _curve(found: Interaction, one: ModelResult) -> Chart:
+def _curve(found: InteractionResults, one: ModelResult) -> Chart:
     """One model: every set-up over model calls, with intervals."""
     series = []
     for setup in found.setups:
@@ -222,7 +222,7 @@ def _curve(found: Interaction, one: ModelResult) -> Chart:
 # --- for programs ----------------------------------------------------------------------------------------------
 
 
-def _plain(found: Interaction) -> dict[str, Any]:
+def _plain(found: InteractionResults) -> dict[str, Any]:
     bests = [best for one in found.seen for budget in found.budgets if (best := found.best(one, budget)) is not None]
     models = [
         {

@@ -14,10 +14,10 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,9 +31,9 @@ from pellucid.interop.lock import locked
 
 Config = TypeVar("Config")
 Cell = TypeVar("Cell", bound=NamedTuple)
-ShardNumber = tuple[int, int]  # (index, count): every so many-th part of a study, for one of several processes
-# (what, how much) → a context that gives a function to call with each part that is done
-ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
+ShardNumber = tuple[int, int]  # (index, count): every count-th part of a study, for one of several processes
+# (what, how much) → a context that gives a function to call after each part, or with the number of parts that are done
+ProgressBar = Callable[[str, int], AbstractContextManager[Callable[..., object]]]
 
 CONFIG, RECORDS = "config.json", "records.jsonl"
 _KEY_TYPES = (str, int, float, type(None))  # what a cell's keys may be
@@ -43,8 +43,35 @@ _ELSEWHERE = "Choose another --out."
 MARKS = ("study", "version")  # the words of a config that say what it is of
 
 
-def no_bar(what: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
-    return nullcontext(lambda count: None)
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch uses one thread per kernel: small work is quicker so."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_whole(name: str, value: object, least: int, most: int, code: str, must: str = "") -> None:
+    """Refuses what is not a whole number in a range."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise PellucidError(rule(name, must or f"a whole number from {least} to {most:,}", value), code)
+
+
+def check_lists(config: object, *names: str) -> None:
+    """Refuses fields of a config that are empty, or hold something twice."""
+    for name in names:
+        held = getattr(config, name)
+        if not held or len(set(held)) != len(held):
+            raise PellucidError(rule(name, "at least one, none of them twice", list(held)), "study-list")
+
+
+def no_bar(what: str, total: int) -> AbstractContextManager[Callable[..., object]]:
+    return nullcontext(lambda count=1: None)
 
 
 class Study(ABC, Generic[Config, Cell]):
@@ -67,9 +94,9 @@ class Study(ABC, Generic[Config, Cell]):
         self.reload()
 
     @classmethod
-    def open(cls, config: Config, folder: Path, shard: ShardNumber = (0, 1), **given: Any) -> Self:
-        """The study with all that its cells need; what is `given` can be sent to another process."""
-        return cls(config, folder, shard, **given)
+    def open(cls, config: Config, folder: Path, shard: ShardNumber = (0, 1), **resources: Any) -> Self:
+        """The study with all that its cells need; `resources` can be sent to another process."""
+        return cls(config, folder, shard, **resources)
 
     # --- what a study says of itself ------------------------------------------------------------------------------
 
@@ -126,7 +153,7 @@ class Study(ABC, Generic[Config, Cell]):
     # --- the work -------------------------------------------------------------------------------------------------
 
     def shares(self, count: int) -> list[list[Cell]]:
-        """The cells of each of `count` shards, which are every so many-th part."""
+        """The cells of each of `count` shards: every `count`-th part."""
         numbers: dict[Hashable, int] = {}
         found: list[list[Cell]] = [[] for _ in range(count)]
         for cell in self.cells():
@@ -167,15 +194,15 @@ def run_study(
     processes: int = 1,
     ray: int = 0,
     bar: ProgressBar = no_bar,
-    **given: Any,
+    **resources: Any,
 ) -> Any:
-    """From a config to its report: makes what is missing, here or over processes; the results. `given` is what
-    `kind.open` takes besides."""
+    """From a config to its report: makes what is missing, here or over processes; the results. `resources` is
+    what `kind.open` takes besides."""
     if kind.charts:
         charts.require()
-    study = kind.open(config, folder, **given)
+    study = kind.open(config, folder, **resources)
     if processes != 1 or ray:
-        _share_out(study, processes, ray, bar, given)
+        _share_out(study, processes, ray, bar, resources)
         study.reload()
     study.run(bar)
     study.finish(bar)
@@ -186,34 +213,36 @@ def run_study(
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one process is told; all of it can be sent to another machine. `folder` must be the same place there."""
+class WorkShare:
+    """What one process gets; all of it can be sent to another machine. `folder` must be the same place there."""
 
     kind: type[Study[Any, Any]]
     config: Any
     folder: str
     index: int
     count: int
-    given: Mapping[str, Any] = field(default_factory=dict)
+    resources: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 0  # of torch; 0 leaves them
     parent: int = 0  # process whose end is this one's too; 0 for none
 
 
-def make_share(share: Share) -> None:
+def make_share(share: WorkShare) -> None:
     if share.threads:
         import torch
 
         torch.set_num_threads(share.threads)
-    study = share.kind.open(share.config, Path(share.folder), (share.index, share.count), **share.given)
+    study = share.kind.open(share.config, Path(share.folder), (share.index, share.count), **share.resources)
     orphaned = (lambda: os.getppid() != share.parent) if share.parent else (lambda: False)
     study.run(stopped=orphaned)
     if orphaned():
-        os._exit(1)  # a pool's process would wait for work for ever
+        os._exit(1)  # a pool's process would wait for work forever
 
 
-def _share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBar, given: Mapping[str, Any]) -> None:
+def _share_out(
+    study: Study[Any, Any], processes: int, ray: int, bar: ProgressBar, resources: Mapping[str, Any]
+) -> None:
     """Everything that is missing, over processes or over Ray."""
-    if given.get("pipe") is not None or given.get("pipes"):
+    if resources.get("pipe") is not None or resources.get("pipes"):
         must = "left out for a pipeline that is given: other processes load a model by its name"
         raise PellucidError(rule("processes, ray", must, (processes, ray)), "shard")
     if processes != 1 and ray:
@@ -225,7 +254,7 @@ def _share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBa
         raise PellucidError(rule(name, must, count, study.parts_advice), "shard")
     study.claim()
     place = study.folder.resolve() if ray else study.folder
-    shares = [Share(type(study), study.config, str(place), index, count, given) for index in range(count)]
+    shares = [WorkShare(type(study), study.config, str(place), index, count, resources) for index in range(count)]
     if ray:
         over_ray(shares)
         return
@@ -233,13 +262,13 @@ def _share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBa
         over_processes(shares, done)
 
 
-def over_processes(shares: Sequence[Share], done: Callable[[int], object] = lambda count: None) -> None:
-    """Each in a process of this machine; `done` is told the cells as their records come."""
+def over_processes(shares: Sequence[WorkShare], done: Callable[[int], object] = lambda count: None) -> None:
+    """Each in a process of this machine; `done` is called with the number of new records."""
     threads = max(1, (os.cpu_count() or 1) // len(shares))
-    told = [replace(share, threads=threads, parent=os.getpid()) for share in shares]
+    own_shares = [replace(share, threads=threads, parent=os.getpid()) for share in shares]
     try:
-        with ProcessPoolExecutor(len(told), mp_context=get_context("spawn")) as pool:
-            wait_for([pool.submit(make_share, share) for share in told], Path(shares[0].folder), done)
+        with ProcessPoolExecutor(len(own_shares), mp_context=get_context("spawn")) as pool:
+            wait_for([pool.submit(make_share, share) for share in own_shares], Path(shares[0].folder), done)
     except BrokenProcessPool:
         words = "a process of the study must live to its end; one was killed. Run the same again: it goes on."
         raise PellucidError(words, "shard-killed") from None
@@ -261,7 +290,7 @@ def _records_in(folder: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("records*.jsonl"))
 
 
-def over_ray(shares: Sequence[Share]) -> None:
+def over_ray(shares: Sequence[WorkShare]) -> None:
     """Each as a task of Ray. The folder and the model must be in reach of every machine under these names."""
     try:
         import ray
@@ -270,7 +299,7 @@ def over_ray(shares: Sequence[Share]) -> None:
         raise PellucidError(f"ray must be installed to work over it; got none. {advice}", "missing-extra") from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    gpus = 1 if str(shares[0].given.get("device")).startswith("cuda") else 0
+    gpus = 1 if str(shares[0].resources.get("device")).startswith("cuda") else 0
     task = ray.remote(num_gpus=gpus)(make_share) if gpus else ray.remote(make_share)
     ray.get([task.remote(share) for share in shares])
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from itertools import combinations, groupby
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +32,7 @@ from pellucid.core.plan import Draw, Plan
 from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Level, Schedule, in_frame
 from pellucid.evidence.study import oracle_orders as orders
-from pellucid.evidence.study.kernel import Study
-from pellucid.evidence.study.oracle_results import OracleResults
+from pellucid.evidence.study.kernel import Study, check_lists
 from pellucid.evidence.study.setups import SamplerSetup, entry_of, setup_without_grid
 
 # --- The truth: the exact flow of the same noise, and the exact law of the data -------------------------------------
@@ -128,7 +130,7 @@ class LawSlices:
         return float((along - self.quantiles).abs().mean() / self.quantiles.std(dim=1).mean())
 
     def floor(self, mixture: Mixture, repeats: int = 20, seed: int = 1) -> float:
-        """What true draws, as many, measure on average: what no sampler can be told from being perfect below."""
+        """What as many true draws measure on average: a sampler at or below that is as good as perfect."""
         generator = torch.Generator().manual_seed(seed)
         count = self.quantiles.shape[1]
         return float(np.mean([self.distance(mixture.sample(count, generator)) for _ in range(repeats)]))
@@ -157,7 +159,7 @@ _ASTRAY = 0.5  # a point is astray where it ends further from its truth than thi
 
 @dataclass(frozen=True)
 class OracleStudyConfig:
-    """What is asked. `nfe` are budgets of model calls: a sampler takes as many steps as fit into each."""
+    """What is compared. `nfe` are budgets of model calls: a sampler takes as many steps as fit into each."""
 
     samplers: tuple[str, ...] = SAMPLERS
     nfe: tuple[int, ...] = NFE
@@ -170,10 +172,7 @@ class OracleStudyConfig:
 
     def __post_init__(self) -> None:
         """Refuses at once what no cell could run."""
-        for name in ("samplers", "nfe", "grids", "schedules", "mixtures"):
-            given = getattr(self, name)
-            if not given or len(set(given)) != len(given):
-                raise PellucidError(rule(name, "at least one, none of them twice", list(given)), "study-list")
+        check_lists(self, "samplers", "nfe", "grids", "schedules", "mixtures")
         if list(self.nfe) != sorted(self.nfe) or not 1 <= self.nfe[0] <= self.nfe[-1] <= grids.MAX_STEPS:
             must = f"numbers of model calls that grow, from 1 to {grids.MAX_STEPS}"
             raise PellucidError(rule("nfe", must, list(self.nfe)), "study-nfe")
@@ -330,3 +329,157 @@ def _distance_from(x: Tensor, exact: Tensor) -> dict[str, float]:
         "median": float(square.median().sqrt()),
         "astray": float((square > _ASTRAY**2).double().mean()),
     }
+
+
+# --- Results: the best at each NFE, equal samplers, where ranks change ------------------------------------------------
+
+OracleFigure = Literal["error", "median", "sliced"]
+_EQUAL = 1e-6  # errors of one table under two names differ by rounding alone
+
+
+@dataclass(frozen=True)
+class OracleRun:
+    """One run on one mixture."""
+
+    schedule: str
+    grid: str
+    sampler: str
+    mixture: str
+    nfe: int
+    calls: int
+    steps: int
+    stochastic: bool
+    figures: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        return f"{self.sampler} · {self.grid}"
+
+
+@dataclass(frozen=True)
+class OracleResults:
+    """All lines of a study, and the orders of its samplers."""
+
+    lines: tuple[OracleRun, ...]
+    orders: tuple[Mapping[str, Any], ...]
+
+    @staticmethod
+    def of(rows: Iterable[Mapping[str, Any]]) -> OracleResults:
+        lines, orders = [], []
+        for row in rows:
+            if row["part"] == "order":
+                orders.append(row)
+                continue
+            place = (row["schedule"], row["grid"], row["sampler"])
+            for one in (one for one in row["runs"] if "refused" not in one):
+                about = (one["nfe"], one["calls"], one["steps"], is_noisy(row["sampler"]))
+                held = {mixture: figures for mixture, figures in one.items() if isinstance(figures, dict)}
+                lines += [OracleRun(*place, mixture, *about, figures) for mixture, figures in held.items()]
+        return OracleResults(tuple(lines), tuple(orders))
+
+    @cached_property
+    def by_place(self) -> dict[tuple[str, str, int], list[OracleRun]]:
+        found: dict[tuple[str, str, int], list[OracleRun]] = {}
+        for line in self.lines:
+            found.setdefault((line.schedule, line.mixture, line.nfe), []).append(line)
+        return found
+
+    @cached_property
+    def by_all(self) -> dict[tuple[str, str, int, str, str], OracleRun]:
+        return {(line.schedule, line.mixture, line.nfe, line.sampler, line.grid): line for line in self.lines}
+
+    @cached_property
+    def least(self) -> dict[tuple[str, str, int], float]:
+        """The error of the best at each place where there is one."""
+        found = {
+            place: [x.figures["error"] for x in there if not x.stochastic] for place, there in self.by_place.items()
+        }
+        return {place: min(errors) for place, errors in found.items() if errors}
+
+    @cached_property
+    def schedules(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(line.schedule for line in self.lines))
+
+    @cached_property
+    def mixtures(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(line.mixture for line in self.lines))
+
+    @cached_property
+    def budgets(self) -> tuple[int, ...]:
+        return tuple(sorted({line.nfe for line in self.lines}))
+
+    @cached_property
+    def samplers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(line.sampler for line in self.lines))
+
+    @cached_property
+    def grids(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(line.grid for line in self.lines))
+
+    @cached_property
+    def twins(self) -> dict[str, str]:
+        """Samplers whose tables are those of an earlier one wherever both run, and that one."""
+        runs: dict[str, dict[tuple[str, str, str, int], OracleRun]] = {}
+        for line in self.lines:
+            runs.setdefault(line.sampler, {})[line.schedule, line.grid, line.mixture, line.nfe] = line
+        found: dict[str, str] = {}
+        for i, name in enumerate(self.samplers):
+            firsts = (one for one in self.samplers[:i] if one not in found and _same_tables(runs[name], runs[one]))
+            if (first := next(firsts, None)) is not None:
+                found[name] = first
+        return found
+
+    def at(self, schedule: str, mixture: str, nfe: int, figure: OracleFigure = "error") -> list[OracleRun]:
+        """The lines at a place that have a figure, the best first; a table that has two names is there once."""
+        kept = [one for one in self.by_place.get((schedule, mixture, nfe), []) if one.sampler not in self.twins]
+        chosen = [one for one in kept if figure in one.figures and (figure == "sliced" or not one.stochastic)]
+        return sorted(chosen, key=lambda line: line.figures[figure])
+
+    def ranked(self, schedule: str, mixture: str, nfe: int, figure: OracleFigure = "error") -> list[OracleRun]:
+        """The samplers at a place, each on its best grid, the best first."""
+        return _firsts(self.at(schedule, mixture, nfe, figure), "sampler")
+
+    def ranked_grids(self, schedule: str, mixture: str, nfe: int) -> list[OracleRun]:
+        """The grids at a place, each with its best sampler, the best first."""
+        return _firsts(self.at(schedule, mixture, nfe), "grid")
+
+    def one(self, schedule: str, mixture: str, nfe: int, sampler: str, grid: str) -> OracleRun | None:
+        return self.by_all.get((schedule, mixture, nfe, sampler, grid))
+
+    def names_of(self, sampler: str) -> str:
+        """A sampler with the other names of its table."""
+        others = [name for name, first in self.twins.items() if first == sampler]
+        return " = ".join([sampler, *others])
+
+
+def is_noisy(sampler: str) -> bool:
+    """Whether a sampler draws noise where it has steps enough for it; some do not at few steps."""
+    return not entry_of(setup_without_grid(sampler)).deterministic
+
+
+def _same_tables(a: Mapping[Any, OracleRun], b: Mapping[Any, OracleRun]) -> bool:
+    both = a.keys() & b.keys()
+    if not both or any(line.stochastic for line in (*a.values(), *b.values())):
+        return False
+    return all(math.isclose(a[k].figures["error"], b[k].figures["error"], rel_tol=_EQUAL) for k in both)
+
+
+def _firsts(lines: Sequence[OracleRun], what: str) -> list[OracleRun]:
+    kept: dict[str, OracleRun] = {}
+    for line in lines:
+        kept.setdefault(getattr(line, what), line)
+    return list(kept.values())
+
+
+def agreement(a: Sequence[str], b: Sequence[str]) -> float:
+    """Kendall's τ between two orders of the names that are in both: 1 the same, −1 reversed."""
+    place = {name: i for i, name in enumerate(b)}
+    signs = [1.0 if x < y else -1.0 for x, y in combinations([place[name] for name in a if name in place], 2)]
+    return sum(signs) / len(signs) if signs else math.nan
+
+
+def changes(found: OracleResults, schedule: str, mixture: str) -> str:
+    """Who is best from where to where: `deis · karras to 14, ipndm · karras from 20`."""
+    bests = [(ranking[0].name, nfe) for nfe in found.budgets if (ranking := found.at(schedule, mixture, nfe))]
+    runs = [(name, [nfe for _, nfe in own]) for name, own in groupby(bests, key=itemgetter(0))]
+    return ", ".join(f"{name} at {a}" if not b else f"{name} from {a} to {b[-1]}" for name, (a, *b) in runs)

@@ -46,7 +46,7 @@ MIXTURE = oracle.smooth()
 
 
 @dataclass(frozen=True)
-class _Setting:
+class _OrderSetup:
     """A schedule and the grid on which orders are measured."""
 
     schedule: Schedule
@@ -57,12 +57,12 @@ class _Setting:
 _TO_THE_END = Grid("exponential", final="sigma_min")
 SETTINGS = {
     # c_noise sigma: the time is sigma itself, so that grids over time are even in sigma
-    "edm": _Setting(schedules.EDM(sigma_min=BOTTOM, sigma_max=TOP, c_noise="sigma"), "edm", _TO_THE_END),
-    "vp": _Setting(schedules.vp_linear(), "eps", _TO_THE_END),
+    "edm": _OrderSetup(schedules.EDM(sigma_min=BOTTOM, sigma_max=TOP, c_noise="sigma"), "edm", _TO_THE_END),
+    "vp": _OrderSetup(schedules.vp_linear(), "eps", _TO_THE_END),
     # A flow starts at pure noise, where λ is infinite; the grid starts just below it.
-    "flow": _Setting(schedules.flow(sigma_min=0.05), "flow", Grid("linspace", final="sigma_min", start=950.0)),
+    "flow": _OrderSetup(schedules.flow(sigma_min=0.05), "flow", Grid("linspace", final="sigma_min", start=950.0)),
     # The range of image models, for the errors that people would see.
-    "edm80": _Setting(schedules.EDM(sigma_min=0.1, sigma_max=80.0, c_noise="sigma"), "edm", _TO_THE_END),
+    "edm80": _OrderSetup(schedules.EDM(sigma_min=0.1, sigma_max=80.0, c_noise="sigma"), "edm", _TO_THE_END),
 }
 
 
@@ -77,7 +77,7 @@ class Case:
     setting: str = "edm"
 
     @property
-    def told(self) -> str:
+    def remarks(self) -> str:
         """The options, and what else sets this case apart."""
         parts = [f"{k}={v}" for k, v in self.options.items()]
         parts += [] if self.setting == "edm" else [f"schedule {self.setting}"]
@@ -86,7 +86,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.sampler}({self.told})"
+        return f"{self.sampler}({self.remarks})"
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _truth(top: float, bottom: float, steps: int = REFERENCE_STEPS) -> Tensor:
 
 
 def runge_kutta(slope: Callable[[Tensor, float], Tensor], x: Tensor, lam: float, h: float, steps: int) -> Tensor:
-    """The classical rule of order 4, from λ in so many steps of h."""
+    """The classical rule of order 4, from λ in this many steps of h."""
     for i in range(steps):
         now = lam + i * h
         k1 = slope(x, now)
@@ -262,7 +262,7 @@ NOISE_OFF: dict[str, dict[str, Any]] = {
 ALWAYS_NOISY = ("ddpm", "er_sde")
 # No order to measure: an inversion goes the other way, and LCM's network is no denoiser but jumps to x0.
 NO_ORDER = ("ddim_inversion", "lcm")
-# Noise for which the variance has no order: TCD adds a part of it anew at each step, however short.
+# Noise for which the variance has no order: TCD adds a part of it again at each step, however short.
 _NO_WEAK_ORDER = ("lcm", "tcd")
 _NOISE_KEPT = {"edm_stochastic": {"s_noise": 1.0}}  # its default adds more than the law allows, and says so
 # The slope between the last two step counts is within these of the claim. Below: the next term of the error, one h
@@ -276,7 +276,7 @@ def counts_of(sampler: str) -> tuple[int, ...]:
 
 
 def _claim_of(setup: SamplerSetup) -> int | None:
-    """The order of the registry, or the one that is asked for, which UniPC's corrector raises by one; None for other
+    """The order of the registry, or the one that is named, which UniPC's corrector raises by one; None for other
     options, which the registry says nothing of."""
     if not setup.options:
         return entry_of(setup).order
@@ -298,7 +298,7 @@ def of_sampler(setup: SamplerSetup) -> dict[str, Any]:
         errors = [_strong_error(name, steps) for steps in (few, many)]
         found["strong"] = math.log(errors[0] / errors[1]) / math.log(many / few)
         found["strong_error"] = errors[-1]
-    told = found.get("order", found.get("weak"))
-    if told is not None and claimed is not None:
-        found["as_claimed"] = bool(claimed - BELOW <= told <= claimed + ABOVE)
+    order = found.get("order", found.get("weak"))
+    if order is not None and claimed is not None:
+        found["as_claimed"] = bool(claimed - BELOW <= order <= claimed + ABOVE)
     return found

@@ -13,8 +13,18 @@ from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
 from pellucid.evidence.report.page import Code, Page, Table, Text
 from pellucid.evidence.statistics import Estimate
-from pellucid.evidence.study.oracle import MIXTURES, LawSlices, OracleStudy, OracleStudyConfig, same_levels
-from pellucid.evidence.study.oracle_results import OracleResults, OracleRun, agreement, changes, is_noisy
+from pellucid.evidence.study.oracle import (
+    MIXTURES,
+    LawSlices,
+    OracleResults,
+    OracleRun,
+    OracleStudy,
+    OracleStudyConfig,
+    agreement,
+    changes,
+    is_noisy,
+    same_levels,
+)
 from pellucid.interop.atomic_files import put
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
@@ -32,10 +42,10 @@ _RELATIVE = "Errors are relative to the size of the data: 0.01 is a distance of 
 
 
 def _tables_of(found: OracleResults, floors: dict[str, float]) -> list[Table]:
-    made = [best_table(found, mixture) for mixture in found.mixtures]
-    made += [table_of(found) for table_of in (one_choice_table, _samplers_table, _grids_table)]
-    made += [_laws_table(found, floors), _ranks_table(found), _orders_table(found)]
-    return [table for table in made if table.rows]
+    tables = [best_table(found, mixture) for mixture in found.mixtures]
+    tables += [table_of(found) for table_of in (one_choice_table, _samplers_table, _grids_table)]
+    tables += [_laws_table(found, floors), _ranks_table(found), _orders_table(found)]
+    return [table for table in tables if table.rows]
 
 
 def _number_words(value: float) -> str:
@@ -95,10 +105,10 @@ def _choices(found: OracleResults, schedules: Sequence[str]) -> list[tuple[float
 def one_choice_table(found: OracleResults) -> Table:
     """One choice for all schedules and mixtures."""
     known = regrets(found, found.schedules)
-    whole = {pair: value for value, pair in _choices(found, found.schedules)}
-    order = [pair for pair in whole if pair[0] not in found.twins]
-    chosen = [*order[:_ROWS_SHOWN], *(pair for pair in _HABITS if pair in whole and pair not in order[:_ROWS_SHOWN])]
-    rows = [(f"{a} · {b}", _number_words(whole[a, b]), *map(_number_words, known[a, b])) for a, b in chosen]
+    means = {pair: value for value, pair in _choices(found, found.schedules)}
+    order = [pair for pair in means if pair[0] not in found.twins]
+    chosen = [*order[:_ROWS_SHOWN], *(pair for pair in _HABITS if pair in means and pair not in order[:_ROWS_SHOWN])]
+    rows = [(f"{a} · {b}", _number_words(means[a, b]), *map(_number_words, known[a, b])) for a, b in chosen]
     note = (
         "How many times the error of the best set-up at that NFE, as the geometric mean over schedules and mixtures: "
         "1 would be the best everywhere. The first ones, and below them common habits. Only what runs on all schedules."
@@ -244,14 +254,14 @@ def _panels_of(found: OracleResults, what: str, floors: dict[str, float]) -> lis
     }[what]
     names = _leaders(found, pick, figure, name)
     axis = "distance of the laws" if what == "law" else "error"
-    made = []
+    drawn = []
     for mixture, schedule in product(found.mixtures, found.schedules):
         series = [_line_of(found, pick, (schedule, mixture), figure, name, i, one) for i, one in enumerate(names)]
         marks = [Mark("true draws", y=floors[mixture])] if what == "law" else []
         x = Axis("model calls", log=True, ticks=tuple(map(float, found.budgets)))
         title = f"{schedule}, {mixture}"
-        made.append(Chart(title, [one for one in series if one.x], x, Axis(axis, log=True), marks))
-    return [chart for chart in made if chart.series]
+        drawn.append(Chart(title, [one for one in series if one.x], x, Axis(axis, log=True), marks))
+    return [chart for chart in drawn if chart.series]
 
 
 def _leaders(found: OracleResults, pick: _Pick, figure: str, name: str) -> list[str]:
@@ -270,14 +280,14 @@ def _leaders(found: OracleResults, pick: _Pick, figure: str, name: str) -> list[
 
 
 def _line_of(
-    found: OracleResults, pick: _Pick, place: tuple[str, str], figure: str, name: str, number: int, wanted: str
+    found: OracleResults, pick: _Pick, place: tuple[str, str], figure: str, name: str, number: int, label: str
 ) -> Series:
-    every = [one for nfe in found.budgets for one in pick(*place, nfe) if getattr(one, name) == wanted]
+    every = [one for nfe in found.budgets for one in pick(*place, nfe) if getattr(one, name) == label]
     points = [one for one in every if one.figures[figure] <= _MAX_ERROR]
     other = "grid" if name == "sampler" else "sampler"
     ends: tuple[str, ...] = ("low", "high") if figure == "error" else ()
     return Series.of(
-        wanted,
+        label,
         [float(line.calls) for line in points],
         [Estimate(*(line.figures[key] for key in (figure, *ends))) for line in points],
         labels=[f"{getattr(line, other)}, {line.steps} steps{', noise' if line.stochastic else ''}" for line in points],
@@ -303,9 +313,9 @@ def write(study: OracleStudy) -> dict[str, Any]:
     floors = {name: law.floor(one) for name, (one, law) in laws.items()}  # what true draws measure, as many as points
     folder = study.folder / "charts"
     folder.mkdir(exist_ok=True)
-    made = _tables_of(found, floors)
+    tables = _tables_of(found, floors)
     page = Page("Samplers on exact denoisers", _headline(study))
-    page.add(*(Text(words) for words in sentences_of(found)), *made[: len(found.mixtures) + 1])
+    page.add(*(Text(words) for words in sentences_of(found)), *tables[: len(found.mixtures) + 1])
     for what, (title, note) in _CHARTS.items():
         panels = _panels_of(found, what, floors)
         if panels:
@@ -313,11 +323,11 @@ def write(study: OracleStudy) -> dict[str, Any]:
             drawing = charts.panels(panels, columns, title, note)
             drawing.png(folder / f"{what}s.png")
             page.add(Text("", title), drawing)
-    page.add(*made[len(found.mixtures) + 1 :], *_equal_grids(study.config), Code(study.text, "Config"))
+    page.add(*tables[len(found.mixtures) + 1 :], *_equal_grids(study.config), Code(study.text, "Config"))
     page.write(study.folder / "report.html")
     said = "\n".join(f"- {words}" for words in sentences_of(found))
     parts = ["# Samplers on exact denoisers\n", _headline(study) + "\n", said + "\n"]
-    put(study.folder / "table.md", "\n".join([*parts, *(table.markdown() for table in made)]))
+    put(study.folder / "table.md", "\n".join([*parts, *(table.markdown() for table in tables)]))
     figures = _plain_results(found, floors)
     put(study.folder / "figures.json", json.dumps(figures, indent=1) + "\n")
     return figures
@@ -335,6 +345,6 @@ def _headline(study: OracleStudy) -> str:
 
 def _equal_grids(config: OracleStudyConfig) -> list[Text]:
     twins = {schedule: same_levels(schedule, config.grids) for schedule in config.schedules}
-    told = {schedule: ", ".join(f"{a} = {b}" for a, b in same.items()) for schedule, same in twins.items() if same}
+    pairs = {schedule: ", ".join(f"{a} = {b}" for a, b in same.items()) for schedule, same in twins.items() if same}
     words = "On {} these grids lay the same levels and are run once: {}."
-    return [Text(words.format(*one), kind="note") for one in told.items()]
+    return [Text(words.format(*one), kind="note") for one in pairs.items()]

@@ -28,7 +28,7 @@ from pellucid.evidence.adherence.judging import judge
 from pellucid.evidence.metrics import image_text, inception
 from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.metrics.inception import features as inception_features
-from pellucid.evidence.study.kernel import ProgressBar, Records, ShardNumber, Study
+from pellucid.evidence.study.kernel import ProgressBar, Records, ShardNumber, Study, check_whole
 from pellucid.evidence.study.setups import SamplerCell, SamplerSetup, Yardstick, half_run, lay_cells
 from pellucid.evidence.study.subject import StudyImages, Subject, queries_of
 from pellucid.interop import weights
@@ -91,10 +91,10 @@ class SamplerFiles:
     def tensor(self, kind: str, cell: SamplerCell, first: int) -> Tensor:
         return weights.read_safetensors(self.checked(self.place(kind, cell, first, ".safetensors")))["held"]
 
-    def write_tensor(self, kind: str, cell: SamplerCell, first: int, held: Tensor) -> None:
+    def write_tensor(self, kind: str, cell: SamplerCell, first: int, tensor: Tensor) -> None:
         path = self.place(kind, cell, first, ".safetensors")
         path.parent.mkdir(parents=True, exist_ok=True)
-        put(path, partial(save_file, {"held": held.detach().to(torch.float32).cpu().contiguous()}))
+        put(path, partial(save_file, {"held": tensor.detach().to(torch.float32).cpu().contiguous()}))
         self.note(path)
 
     def note(self, path: Path) -> None:
@@ -120,8 +120,8 @@ class SamplerFiles:
 _DIGITS = 8
 
 
-# A scorer looks at the images of one batch. `what` names its rows: another judge has another name.
-Seen = tuple[dict[str, Any], Tensor | None]  # what the record says, and features (N, D) that are kept in files
+# A scorer measures the images of one batch. `what` names its rows: another judge has another name.
+ScorerOutput = tuple[dict[str, Any], Tensor | None]  # what the record says, and features (N, D) that are kept in files
 
 
 def pixels_of(images: Sequence[Image.Image]) -> Tensor:
@@ -130,13 +130,13 @@ def pixels_of(images: Sequence[Image.Image]) -> Tensor:
     return torch.stack(held).permute(0, 3, 1, 2).contiguous()
 
 
-def _distances(made: StudyImages, best: StudyImages) -> dict[str, list[float | None]]:
+def _distances(images: StudyImages, best: StudyImages) -> dict[str, list[float | None]]:
     """Root mean square differences of each image: of its pixels in [0, 1], in 8 bits as a person gets them, and of
     its latents (of a pixel model: x), which 8 bits do not round. None where a number is not finite."""
-    a, b = (pixels_of(one.images).double() / 255 for one in (made, best))
-    if a.shape != b.shape or made.latents.shape != best.latents.shape:
+    a, b = (pixels_of(one.images).double() / 255 for one in (images, best))
+    if a.shape != b.shape or images.latents.shape != best.latents.shape:
         raise PellucidError(rule("images", f"of the converged ones' shape, {tuple(b.shape)}", tuple(a.shape)), "shape")
-    return {"distance": _rms(a, b), "latent": _rms(made.latents.double(), best.latents.double())}
+    return {"distance": _rms(a, b), "latent": _rms(images.latents.double(), best.latents.double())}
 
 
 def _rms(a: Tensor, b: Tensor) -> list[float | None]:
@@ -151,7 +151,7 @@ class InceptionScorer:
         self.network = network
         self.what = f"inception-{network.digest()[:_DIGITS]}"
 
-    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> Seen:
+    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> ScorerOutput:
         return {}, inception_features(pixels_of(images), self.network, len(images))
 
 
@@ -163,7 +163,7 @@ class ClipScorer:
         self.judge = judge
         self.what = f"clip-{fingerprint.of_network(judge.network).rpartition(':')[2][:_DIGITS]}"
 
-    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> Seen:
+    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> ScorerOutput:
         found = self.judge.image(pixels_of(images))  # (N, D) of length 1
         texts, cut = self.judge.text(prompts)
         row = {"cosines": (found * texts).sum(-1).cpu().tolist(), "cut": cut}
@@ -178,7 +178,7 @@ class SceneScorer:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
 
-    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> Seen:
+    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> ScorerOutput:
         readings = scenes.read(to_tensor(images).to(self.device))
         found = [judge(reading, scenes.parse(prompt)) for reading, prompt in zip(readings, prompts, strict=True)]
         return {name: [getattr(one, name) for one in found] for name in ("right", "marks", "bled", "readable")}, None
@@ -189,17 +189,16 @@ Scorer = InceptionScorer | ClipScorer | SceneScorer
 
 def _find_inception(path: str | Path | None, device: torch.device | str) -> tuple[Inception | None, str]:
     """(the network, "") or (None, why not): what was not named and is not in the cache is not fetched in a study."""
+    path = path or inception.cached_weights()
     if path is None:
-        folder, name = inception.cache_folder(), inception.WEIGHTS_NAME
-        path = next((one for one in (folder / "inception.safetensors", folder / name) if one.is_file()), None)
-    if path is None:
-        return None, f"no Inception weights: name them with --inception, or put {name} into {folder}"
+        put_it = f"put {inception.WEIGHTS_NAME} into {inception.cache_folder()}"
+        return None, f"no Inception weights: name them with --inception, or {put_it}"
     return inception.load_inception(path, device), ""
 
 
 @dataclass(frozen=True)
 class Judges:
-    """Who looks at the images, and `reasons` for what is left out, by measure."""
+    """The scorers of the images, and `reasons` for what is left out, by measure."""
 
     scorers: tuple[Scorer, ...] = ()
     inception: Inception | None = None
@@ -214,7 +213,7 @@ class Judges:
         clip: str | Path | None = None,
         reference: str | None = None,
     ) -> Judges:
-        """What was named, what lies beside the model, and what needs nothing."""
+        """What was named, what comes with the model, and what needs nothing."""
         config, subject = study.config, study.subject
         scorers: list[Scorer] = []
         reasons: dict[str, str] = {}
@@ -282,9 +281,7 @@ class SamplerStudyConfig:
                 raise PellucidError(rule(name, "at least one", "none"), "study-list")
         bounds = (("seeds", _MOST_IMAGES), ("batch", MAX_BATCH), ("rounds", 1000))
         for name, high in (*bounds, ("converged_steps", 10_000), ("path_steps", 10_000)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-                raise PellucidError(rule(name, f"a whole number from 1 to {high:,}", value), "study-number")
+            check_whole(name, getattr(self, name), 1, high, "study-number")
         for count in self.steps:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise PellucidError(rule("steps", "whole numbers from 1 on", count), "steps")
@@ -427,26 +424,26 @@ class SamplerStudy(Study[SamplerStudyConfig, SamplerBatch]):
         """One batch of one cell: its images, and how far they are from the converged ones."""
         cell, numbers = self.by_key[batch.cell], self.config.numbers(batch.first)
         seeds = [self.config.seed + n for n in numbers]
-        asked = [self.config.prompt(n) for n in numbers]
+        inputs = [self.config.prompt(n) for n in numbers]
         began = time.perf_counter()
         try:
-            made = self.subject.make(asked, seeds, **self.config.how, **cell.asks(), noise=cell.noise(seeds))
+            output = self.subject.make(inputs, seeds, **self.config.how, **cell.asks(), noise=cell.noise(seeds))
         except PellucidError as error:  # the images of other cells are kept
             raise PellucidError(f"{cell.key}: {error}", error.code) from None
         row: dict[str, Any] = {"numbers": len(numbers), "seconds": time.perf_counter() - began}
         self.claim()
-        self.files.write_images(cell, batch.first, made.images)
+        self.files.write_images(cell, batch.first, output.images)
         if cell.mark:
-            self.files.write_tensor(_LATENTS, cell, batch.first, made.latents)
+            self.files.write_tensor(_LATENTS, cell, batch.first, output.latents)
         if (other := self.against(cell)) is None:
             return row
         best = StudyImages(self.files.images(other, batch.first, len(numbers)), self.files.latents(other, batch.first))
-        return row | _distances(made, best)
+        return row | _distances(output, best)
 
     def against(self, cell: SamplerCell) -> SamplerCell | None:
         """The converged run that a cell is compared with; a half run with its whole one."""
-        whole = {part.key: one for part, one in zip(self.halves, self.converged, strict=True)}
-        return whole.get(cell.key) if cell.mark else self.by_key[cell.against]
+        full_runs = {part.key: one for part, one in zip(self.halves, self.converged, strict=True)}
+        return full_runs.get(cell.key) if cell.mark else self.by_key[cell.against]
 
     def score(self, batch: SamplerBatch) -> dict[str, Any]:
         cell, numbers = self.by_key[batch.cell], self.config.numbers(batch.first)

@@ -67,12 +67,12 @@ def all_charts(found: SamplerFigures) -> dict[str, Chart]:
     calls = Axis("model calls (NFE)", True, _ticks(found))
     seconds = Axis("seconds per image", True)
     counts = [float(cell.nfe) for cell in found.cells]
-    made = {f"{name}_calls": curve(found, column, calls, counts) for name, column in found.columns.items()}
+    drawn = {f"{name}_calls": curve(found, column, calls, counts) for name, column in found.columns.items()}
     timed = [one.estimate.value for one in found.latencies]
     if all(map(math.isfinite, timed)):
-        made[f"{found.main.measure.name}_seconds"] = curve(found, found.main, seconds, timed)
-        made["seconds_calls"] = _latency(found, calls, counts)
-    return made
+        drawn[f"{found.main.measure.name}_seconds"] = curve(found, found.main, seconds, timed)
+        drawn["seconds_calls"] = _latency(found, calls, counts)
+    return drawn
 
 
 def _ticks(found: SamplerFigures) -> tuple[float, ...]:
@@ -85,7 +85,7 @@ def _ticks(found: SamplerFigures) -> tuple[float, ...]:
 
 
 def curve(found: SamplerFigures, column: Column, axis: Axis, costs: list[float]) -> Chart:
-    """One measure against its price, a line a sampler; the front dashed, the knee ringed, where it is the main one."""
+    """One measure against its cost, one line per sampler; of the main one also front (dashed) and knee (ringed)."""
     measure, scale = column.measure, column.measure.scale
     known = column.values[np.isfinite(column.values)]
     log = measure.scaled and bool((known > 0).all())
@@ -118,13 +118,13 @@ def _latency(found: SamplerFigures, axis: Axis, calls: list[float]) -> Chart:
 
 def _lines(found: SamplerFigures, x: list[float], y: list[Estimate], labels: list[str] | None = None) -> list[Series]:
     """A line a sampler over its cells, in the same colour in every chart."""
-    made = []
+    series = []
     for number, (text, own) in enumerate(by_sampler(found.cells).items()):
         held = sorted(own, key=lambda i: x[i])
         look: dict[str, Any] = {} if labels is None else {"labels": [labels[i] for i in held]}
         look |= {"href": [found.cells[i].label for i in held], "colour": charts.COLOURS[number % len(charts.COLOURS)]}
-        made.append(Series.of(text, [x[i] for i in held], [y[i] for i in held], **look))
-    return made
+        series.append(Series.of(text, [x[i] for i in held], [y[i] for i in held], **look))
+    return series
 
 
 def seconds_of(found: SamplerFigures, i: int) -> str:
@@ -136,10 +136,10 @@ def seconds_of(found: SamplerFigures, i: int) -> str:
 
 
 def _tables(found: SamplerFigures) -> list[Table]:
-    made = [main_table(found), _ranking_table(found)]
+    tables = [main_table(found), _ranking_table(found)]
     if "right" in found.columns:
-        made.append(_scene_table(found))
-    return [table for table in made if table.rows]
+        tables.append(_scene_table(found))
+    return [table for table in tables if table.rows]
 
 
 def main_table(found: SamplerFigures) -> Table:
@@ -212,11 +212,11 @@ def _images(found: SamplerFigures) -> Images:
     first = found.results.firsts[0]
     count = len(study.config.numbers(first))
     best = study.converged[0]
-    told = [(best, _CONVERGED, f"{best.setup.text} × {best.steps}")]
+    rows = [(best, _CONVERGED, f"{best.setup.text} × {best.steps}")]
     for i, cell in enumerate(found.cells):
-        told.append((cell, cell.label, f"{cell.nfe} calls, {found.main.measure.title} {with_interval(found.main, i)}"))
-    told += [(one, one.key, "the same sampler's own") for one in study.converged[1:]]
-    cells = [ImageCell(key, study.files.images(of, first, count)[:_IMAGES_SHOWN], note) for of, key, note in told]
+        rows.append((cell, cell.label, f"{cell.nfe} calls, {found.main.measure.title} {with_interval(found.main, i)}"))
+    rows += [(one, one.key, "the same sampler's own") for one in study.converged[1:]]
+    cells = [ImageCell(key, study.files.images(of, first, count)[:_IMAGES_SHOWN], note) for of, key, note in rows]
     knee = found.verdict.knee
     shown = (_CONVERGED, found.cells[knee.cell].label if knee is not None else found.cells[0].label)
     return Images("Images by cell", cells, "The same prompts and noise in every cell.", shown)

@@ -118,7 +118,7 @@ def _processor() -> str:
 
 RESAMPLES = 1000
 _DEAR_RESAMPLES, _FID_RESAMPLES = 200, 20  # of KID beyond MANY images, and of FID
-_MANY = 2000  # images beyond which a kernel's resamples are dear
+_MANY = 2000  # images beyond which a kernel's resamples are expensive
 _TINY = 1e-12  # under a logarithm
 CLUSTERS = 10  # prompts from which on prompts are drawn again, and not single images
 
@@ -263,10 +263,10 @@ class SamplerResults:
     def floor(self, key: str) -> dict[str, float]:
         """How far each converged run still moved when its steps were doubled, over the first batch."""
         found = {}
-        for whole, part in zip(self.study.converged, self.study.halves, strict=True):
+        for full, part in zip(self.study.converged, self.study.halves, strict=True):
             if self.files.has(part.key, 0, "pictures"):
                 values = [v for v in self.files.row(part.key, 0, "pictures")[key] if v is not None]
-                found[whole.key] = float(np.mean(values)) if values else math.nan
+                found[full.key] = float(np.mean(values)) if values else math.nan
         return found
 
     def right(self) -> Column:
@@ -276,7 +276,7 @@ class SamplerResults:
         return replace(found, low=np.minimum(found.low, ends[:, 0]), high=np.maximum(found.high, ends[:, 1]))
 
     def attributes(self, cell: SamplerCell) -> dict[str, tuple[int, int]]:
-        """Of each attribute: in how many images it is right, of how many that were asked for it."""
+        """Of each attribute: in how many images it is right, of how many whose prompt says it."""
         found: dict[str, tuple[int, int]] = {}
         for marks in self.listed(cell, "scenes", "marks"):
             for name, right in marks.items():
@@ -297,12 +297,12 @@ class SamplerResults:
         """Against the converged images of the same prompts and noise, in pairs; or against a reference."""
         best = (self.features(self.study.converged[0], what) if reference is None else reference).to(device)
         weights = self.weights[: _DEAR_RESAMPLES if self.count > _MANY else None]
-        whole = torch.ones(1, self.count)
+        ones = torch.ones(1, self.count)
         values, drawn = [], []
         for cell in self.cells:
             x = self.features(cell, what).to(device)
             if reference is None:
-                values.append(float(kid_paired(x, best, whole)[0]))
+                values.append(float(kid_paired(x, best, ones)[0]))
                 rows = kid_paired(x, best, weights).cpu()
             else:
                 values.append(kid_exact(x, best))

@@ -38,7 +38,7 @@ _TIE_OF_DISTANCES = 5e-3  # on a GPU by up to 3e-3, since rounding moves some im
 
 
 @dataclass(frozen=True)
-class Ranked:
+class SamplerRank:
     """A sampler over the whole range of model calls that all have: its mean figure, how often it came first in the
     resamples, and how many times worse than the first it is (the difference, where less is not better)."""
 
@@ -58,7 +58,7 @@ class Verdict:
     by_seconds: list[int]
     knee: Knee | None
     knee_seconds: Knee | None
-    ranking: list[Ranked]
+    ranking: list[SamplerRank]
     sentence: str
     words: str
     call: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Verdict:
 def verdict(
     cells: list[SamplerCell], column: Column, latencies: list[Latency], guidance: Any, start: str | None
 ) -> Verdict:
-    """`start` begins the command to paste: the model and what it is asked; None for what has no name to load by."""
+    """`start` begins the command to paste: the model and its prompt; None for what has no name to load by."""
     measure, drawn = column.measure, column.drawn
     assert drawn is not None
     calls = np.array([cell.nfe for cell in cells], float)
@@ -155,7 +155,7 @@ def three_digits(value: float) -> str:
 # --- who comes first -------------------------------------------------------------------------------------------
 
 
-def ranking(cells: list[SamplerCell], column: Column) -> list[Ranked]:
+def ranking(cells: list[SamplerCell], column: Column) -> list[SamplerRank]:
     """Samplers by their mean over the range of model calls that all of them cover, in equal parts of its logarithm.
 
     Distances are averaged as logarithms, so that a factor counts the same at 5 calls and at 100. Samplers with one
@@ -189,8 +189,8 @@ def _over_range(at: Array, calls: Array, table: Array) -> Array:
     return np.asarray(found.mean(1), float)
 
 
-def _ranked_by_loss(means: dict[str, Array], measure: Measure) -> list[Ranked]:
-    """The first comes first; of samplers that differ by rounding alone, the one that was asked for first."""
+def _ranked_by_loss(means: dict[str, Array], measure: Measure) -> list[SamplerRank]:
+    """The first comes first; of samplers that differ by rounding alone, the one that was named first."""
     scaled, table = measure.scaled, np.stack(list(means.values()))  # (S, 1 + R)
     table = measure.loss(np.log(_tied(np.exp(table), _TIE_OF_DISTANCES)) if scaled else _tied(table, _TIE))
     order = np.argsort(table[:, 0], kind="stable")
@@ -202,11 +202,11 @@ def _ranked_by_loss(means: dict[str, Array], measure: Measure) -> list[Ranked]:
         gap = (apart[0] + 0.0, *np.quantile(apart[1:], [0.025, 0.975]))
         behind = Estimate(*(float(np.exp(g) if scaled else g) for g in gap))
         value = float(np.exp(means[text][0]) if scaled else means[text][0])
-        found.append(Ranked(text, value, float(first[i]), behind))
+        found.append(SamplerRank(text, value, float(first[i]), behind))
     return found
 
 
-def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None = None) -> str:
+def comparison_of(found: list[SamplerRank], column: Column, pick: SamplerCell | None = None) -> str:
     """Who is first over the whole range, and by how much; and where that is not `pick`, why `pick` is to be used."""
     if len(found) < 2:
         return ""
@@ -265,11 +265,11 @@ def _of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
 _SAME_SAMPLER = (
     1e-2  # distances that agree to this part in the median are those of one sampler; rounding moves some far
 )
-UNRESOLVED = 3.0  # a distance below so many times what the converged run still moves is not told apart from it
+UNRESOLVED = 3.0  # times what the converged run still moves: a smaller distance is not resolved
 
 
 class SamplerFigures:
-    """The figures of a study, computed when they are asked for."""
+    """The figures of a study, computed on demand."""
 
     def __init__(self, study: SamplerStudy, judges: Judges, resamples: int = RESAMPLES) -> None:
         self.study, self.judges, self.cells = study, judges, study.table
@@ -313,11 +313,11 @@ class SamplerFigures:
         """Features and statistics of the reference images, where there are some: computed once for the folder."""
         if self.judges.reference is None:
             return None, None
-        given = open_images(self.judges.reference)
-        if isinstance(given, Statistics):
-            return None, given
+        images = open_images(self.judges.reference)
+        if isinstance(images, Statistics):
+            return None, images
         assert self.judges.inception is not None
-        held = measure_cached(given, self.judges.inception, self.study.folder / "features")
+        held = measure_cached(images, self.judges.inception, self.study.folder / "features")
         return held.features, held.statistics
 
     @cached_property
@@ -331,11 +331,11 @@ class SamplerFigures:
     @cached_property
     def verdict(self) -> Verdict:
         config = self.study.config
-        asked = {"prompt": ' "…"', "label": " --label …", "nothing": ""}[self.study.subject.asks]
-        start = config.model + asked if isinstance(self.study.subject.pipe, Pipeline) else None
+        condition = {"prompt": ' "…"', "label": " --label …", "nothing": ""}[self.study.subject.asks]
+        start = config.model + condition if isinstance(self.study.subject.pipe, Pipeline) else None
         return verdict(self.cells, self.main, self.latencies, config.guidance, start)
 
-    # --- what a reader must heed ----------------------------------------------------------------------------------
+    # --- what a reader must know -----------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
         unit = "prompts" if self.results.by_prompt else "images"
@@ -368,7 +368,7 @@ class SamplerFigures:
         return found
 
     def unresolved(self, key: str, floor: float) -> tuple[list[int], list[int]]:
-        """The cells that are compared with a converged run, and those of them that are not told apart from it."""
+        """The cells that are compared with a converged run, and those of them that cannot be distinguished from it."""
         own = [i for i, cell in enumerate(self.cells) if cell.against == key]
         return own, [i for i in own if self.columns["latent"].values[i] < UNRESOLVED * floor]
 
@@ -406,8 +406,8 @@ class SamplerFigures:
                 twin.append(text)
             else:
                 kept.append(([text], far))
-        told = "make the same images, but for rounding: in charts one line hides the other."
-        return [f"{' and '.join(held)} {told}" for held, _ in kept if len(held) > 1]
+        words = "make the same images, except for rounding: in charts one line hides the other."
+        return [f"{' and '.join(held)} {words}" for held, _ in kept if len(held) > 1]
 
     def about_kid(self) -> list[str]:
         if "kid" not in self.columns:

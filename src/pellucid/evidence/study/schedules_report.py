@@ -17,7 +17,7 @@ from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import COLOURS, FAINT, INK, MARKS, PAPER, Drawing, Spot
 from pellucid.evidence.report.page import Code, Page, Table, Text
 from pellucid.evidence.statistics import in_words, spread
-from pellucid.evidence.study.schedules_results import ScheduleResults, TrainingPoint, images_at_points
+from pellucid.evidence.study.schedules import ScheduleResults, TrainingPoint, images_at_points
 from pellucid.interop.atomic_files import put
 from pellucid.train.config import to_plain
 
@@ -45,14 +45,14 @@ def _point_words(point: TrainingPoint, scale: float = 1.0) -> str:
     return point.estimate.times(scale).words(_number_words)
 
 
-def _last_call(held: list[dict[str, Any]]) -> str:
-    known = [row for row in held if "kid_last_call" in row]
+def _last_call(rows: list[dict[str, Any]]) -> str:
+    known = [row for row in rows if "kid_last_call" in row]
     return _point_words(TrainingPoint.of(known, "kid_last_call"), 1e3) if known else "–"
 
 
 def _tables_of(found: ScheduleResults) -> list[Table]:
-    made = [_final_table(found), _progress_table(found), _variants_table(found)]
-    return [table for table in made if table.rows]
+    tables = [_final_table(found), _progress_table(found), _variants_table(found)]
+    return [table for table in tables if table.rows]
 
 
 def _final_table(found: ScheduleResults) -> Table:
@@ -112,7 +112,7 @@ def _variants_table(found: ScheduleResults) -> Table:
 
 def _comparisons(found: ScheduleResults) -> list[dict[str, Any]]:
     """Each pair of schedules under each metric: the difference, its interval, and a sentence."""
-    made = []
+    rows = []
     for a, b in combinations(found.study.schedules, 2):
         for metric, title, scale in _METRICS:
             apart = found.difference(a, b, metric)
@@ -122,10 +122,10 @@ def _comparisons(found: ScheduleResults) -> list[dict[str, Any]]:
             words = in_words(a, b, difference, title, scale)
             if step != found.study.points[-1]:
                 words = f"At step {step:,}: {words}"
-            made.append({"a": a, "b": b, "metric": metric, "step": step, "words": words})
-            made[-1] |= {**difference.plain(), "kind": _KINDS.get(difference.over, difference.over)}
-            made[-1] |= {"seeds": difference.count, "significant": difference.significant}
-    return made
+            rows.append({"a": a, "b": b, "metric": metric, "step": step, "words": words})
+            rows[-1] |= {**difference.plain(), "kind": _KINDS.get(difference.over, difference.over)}
+            rows[-1] |= {"seeds": difference.count, "significant": difference.significant}
+    return rows
 
 
 def _plain_results(found: ScheduleResults) -> dict[str, Any]:
@@ -405,9 +405,9 @@ def _markdown(found: ScheduleResults) -> str:
 
 
 def _page(found: ScheduleResults, drawn: Sequence[Drawing]) -> Page:
-    made, (first, *rest) = Page("Noise schedules", _headline(found)), _tables_of(found) or [None]
-    made.add(*([] if first is None else [first]))
+    page, (first, *rest) = Page("Noise schedules", _headline(found)), _tables_of(found) or [None]
+    page.add(*([] if first is None else [first]))
     if said := [one["words"] for one in _comparisons(found)]:
-        made.add(Text("", "Are they different?"), *map(Text, said), Text(_ALONE, kind="note"))
+        page.add(Text("", "Are they different?"), *map(Text, said), Text(_ALONE, kind="note"))
     config = json.dumps(to_plain(found.study), indent=1)
-    return made.add(*drawn, *rest, Text("", "Config"), Code(config, "All of it"))
+    return page.add(*drawn, *rest, Text("", "Config"), Code(config, "All of it"))

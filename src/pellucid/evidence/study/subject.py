@@ -35,7 +35,7 @@ SCENES = "scenes"
 
 
 def scene_count(where: str, most: int = _MAX_PROMPTS, default: int | None = None) -> int | None:
-    """How many captions of scenes are asked for: N of `scenes:N`, `default` of `scenes`; None where a file is named."""
+    """How many captions of scenes are meant: N of `scenes:N`, `default` of `scenes`; None where a file is named."""
     name, colon, count = where.partition(":")
     if name != SCENES or not (colon or default) or Path(where).exists():
         return None
@@ -45,7 +45,7 @@ def scene_count(where: str, most: int = _MAX_PROMPTS, default: int | None = None
 
 
 def read_prompts(where: str | Path | None) -> tuple[str, ...]:
-    """The lines of a text file that are not empty; `scenes:200`: so many prompts of scenes that training never saw."""
+    """The lines of a text file that are not empty; `scenes:200`: 200 prompts of scenes that training never saw."""
     if where is None:
         return ()
     if (count := scene_count(str(where))) is not None:
@@ -118,12 +118,12 @@ class Subject:
         must = "a loaded pipeline, or a diffusers one in pellucid.wrap"
         raise PellucidError(rule("model", must, type(pipe).__name__), "study-model")
 
-    def make(self, asked: list[str], seeds: list[int], **how: Any) -> StudyImages:
+    def make(self, inputs: list[str], seeds: list[int], **how: Any) -> StudyImages:
         """One image for each of `asked`, with these seeds."""
         if self.asks == "prompt":
-            found = self.pipe(asked, seed=seeds, **how)
+            found = self.pipe(inputs, seed=seeds, **how)
         elif self.asks == "label":
-            labels = [one if (number := whole(one)) is None else number for one in asked]
+            labels = [one if (number := whole(one)) is None else number for one in inputs]
             found = self.pipe(label=labels, seed=seeds, **how)
         else:
             found = self.pipe(n=len(seeds), seed=seeds, **how)

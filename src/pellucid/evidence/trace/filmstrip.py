@@ -61,14 +61,14 @@ def draw(trace: Trace, path: Path, *, image: int = 0, vae: Any = None) -> Path:
     return charts.save(figure, path, dpi=140)
 
 
-def _strips_of(trace: Trace, shown: list[int], image: int, vae: Any) -> list[_Strip]:
-    places = {i: trace.steps[i].of(image) for i in shown}
+def _strips_of(trace: Trace, indices: list[int], image: int, vae: Any) -> list[_Strip]:
+    places = {i: trace.steps[i].of(image) for i in indices}
 
-    def held(name: str) -> Tensor:
-        return torch.stack([trace.tensor(name, i)[places[i]] for i in shown])
+    def stacked(name: str) -> Tensor:
+        return torch.stack([trace.tensor(name, i)[places[i]] for i in indices])
 
-    x, x0 = held("x"), held("x0")
-    levels = [trace.steps[i].levels[places[i]] for i in shown]
+    x, x0 = stacked("x"), stacked("x0")
+    levels = [trace.steps[i].levels[places[i]] for i in indices]
     look = previews.preview_for(torch.nan_to_num(x0), vae)
     if look is None:
         return []
@@ -79,7 +79,7 @@ def _strips_of(trace: Trace, shown: list[int], image: int, vae: Any) -> list[_St
         _Strip("x0", look.name, _arrays(look.image(x0))),
     ]
     if "delta" in trace.header.kept:
-        found.append(_guidance_strip(look, x0, held("delta")))
+        found.append(_guidance_strip(look, x0, stacked("delta")))
     return found
 
 

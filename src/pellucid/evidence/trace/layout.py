@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class EntryPlace:
     """Where an entry lies, in bytes from the beginning of the file."""
 
     entry: Entry
@@ -177,7 +177,7 @@ class FileIndex:
     """The header of a file, and how long the file is; `sound` is None of a file without digests."""
 
     words: dict[str, str]
-    places: dict[str, Place]
+    places: dict[str, EntryPlace]
     size: int
     sound: bool | None = None  # whether the header is as its digest says
 
@@ -235,10 +235,10 @@ def _index_of(path: Path, table: Any, base: int, size: int) -> FileIndex:
         raise _not_a_trace(path, f"a header with a wrong entry ({error})") from None
 
 
-def _placed(name: str, held: dict[str, Any], base: int) -> Place:
-    shape = typed(tuple[int, ...], held["shape"], f"shape of {name[:80]}", (0, 2**50))
-    start, end = typed(tuple[int, int], held["data_offsets"], f"data_offsets of {name[:80]}", (0, 2**60))
-    found = Place(Entry(name, str(held["dtype"]), shape), base + start)
+def _placed(name: str, raw: dict[str, Any], base: int) -> EntryPlace:
+    shape = typed(tuple[int, ...], raw["shape"], f"shape of {name[:80]}", (0, 2**50))
+    start, end = typed(tuple[int, int], raw["data_offsets"], f"data_offsets of {name[:80]}", (0, 2**60))
+    found = EntryPlace(Entry(name, str(raw["dtype"]), shape), base + start)
     if found.end != base + end or start < 0 or any(side < 0 for side in shape):
         raise ValueError(f"{name} is not of its size")
     return found
@@ -249,7 +249,7 @@ def _not_a_trace(path: Path, why: str) -> PellucidError:
     return PellucidError(rule("trace", "a file that Pellucid's recorder wrote", f"{path.name}: {why}", advice), "trace")
 
 
-def read_bytes(path: Path, place: Place) -> bytearray:
+def read_bytes(path: Path, place: EntryPlace) -> bytearray:
     """The data of one tensor."""
     held = bytearray(place.entry.size)
     try:

@@ -65,7 +65,7 @@ def digests_of(x: Tensor) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Past:
+class EarlierCalls:
     """Of each image that runs: x0 of its last call, and of the last call before it at another level."""
 
     images: tuple[int, ...] = ()
@@ -74,11 +74,11 @@ class Past:
     older_ratios: tuple[float, ...] = ()  # NaN where there was none
     older: Tensor | None = None
 
-    def after(self, seen: StepSeen, ratios: tuple[float, ...]) -> Past:
+    def after(self, seen: StepSeen, ratios: tuple[float, ...]) -> EarlierCalls:
         """The past at the call of this step, for its images: `older` is from another level than `ratios`."""
         if self.x0 is None:
             nothing = (math.nan,) * len(ratios)
-            return Past(seen.images, ratios, seen.x0.detach(), nothing, None)
+            return EarlierCalls(seen.images, ratios, seen.x0.detach(), nothing, None)
         held = self.select(seen.images)
         moved = [not same(a, b) for a, b in zip(held.ratios, ratios, strict=True)]
         older, older_ratios = held.older, held.older_ratios
@@ -90,9 +90,9 @@ class Past:
             older = torch.where(on, held.x0, held.x0 if older is None else older)
             pairs = zip(moved, held.ratios, held.older_ratios, strict=True)
             older_ratios = tuple(now if m else before for m, now, before in pairs)
-        return Past(seen.images, ratios, seen.x0.detach(), older_ratios, older)
+        return EarlierCalls(seen.images, ratios, seen.x0.detach(), older_ratios, older)
 
-    def select(self, images: tuple[int, ...]) -> Past:
+    def select(self, images: tuple[int, ...]) -> EarlierCalls:
         if images == self.images:
             return self
         keep = [self.images.index(image) for image in images]
@@ -163,7 +163,7 @@ def _landings_of(seen: StepSeen) -> tuple[Level, ...]:
     return tuple(seen.next_levels[k % len(seen.next_levels)] for k in range(len(seen.images)))
 
 
-def context_of(seen: StepSeen, past: Past, levels: Sequence[Level]) -> tuple[StepContext, list[Tensor]]:
+def context_of(seen: StepSeen, past: EarlierCalls, levels: Sequence[Level]) -> tuple[StepContext, list[Tensor]]:
     """What is known of a step, and its tensors; predictions as the network made them, where they are at hand."""
     landings = _landings_of(seen)
     values, readings = {"x": seen.x, "x_next": seen.x_next}, []
@@ -236,7 +236,7 @@ _MOST = 32  # steps of a block on a GPU
 LARGE = 2**19  # numbers of the steps of a block; a step that has more is not laid into one
 
 
-class Block:
+class StepBlock:
     """Room for steps with the same images and tensors, which follow each other; filled and measured again and again."""
 
     def __init__(self, like: StepContext, x: Tensor, limit: float) -> None:
@@ -300,7 +300,7 @@ class Block:
 
 
 def waits(device: torch.device) -> bool:
-    """Whether a device is asked in advance, so that calls cost more than work."""
+    """Whether calls to a device are queued ahead, so that a call costs more than its work."""
     return device.type == "cuda"
 
 

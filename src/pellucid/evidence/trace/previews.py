@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from pellucid.core.errors import PellucidError
+from pellucid.evidence.trace.reading import Trace
+from pellucid.interop import source
 from pellucid.models.vae import from_diffusion
+from pellucid.pipeline import fingerprint, repeat
 
 _T = TypeVar("_T")
 _REACH = 2.5  # deviations of a principal part that span the range of colours
@@ -117,8 +121,8 @@ class _VaePreview(Preview):
 def decode(vae: Any, x0: Tensor) -> Tensor:
     """Latents as diffusion has them → images in [0, 1], one at a time."""
     weight = next(vae.parameters())
-    made = [vae.decode(from_diffusion(vae.config, one[None]).to(weight)) for one in x0]
-    return (torch.cat(made).float().cpu() / 2 + 0.5).clamp(0, 1)
+    images = [vae.decode(from_diffusion(vae.config, one[None]).to(weight)) for one in x0]
+    return (torch.cat(images).float().cpu() / 2 + 0.5).clamp(0, 1)
 
 
 def preview_for(x0: Tensor, vae: Any = None) -> Preview | None:
@@ -128,6 +132,27 @@ def preview_for(x0: Tensor, vae: Any = None) -> Preview | None:
     if vae is not None and vae.config.latent_channels == x0.shape[1]:
         return _VaePreview.by(vae, x0)
     return _PixelPreview() if x0.shape[1] in (1, 3) else LinearPreview.principal(x0)
+
+
+def vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
+    """The VAE that decodes the latents of a trace, of `model` or of the model that made it; and a note on it."""
+    recipe = trace.header.recipe
+    if len(trace.header.shape) != 3 or trace.header.shape[0] in (1, 3) or (recipe is None and model is None):
+        return None, ""
+    try:
+        name = model or repeat.model_of(repeat.RecipeSource(trace.path, recipe))  # type: ignore[arg-type]
+    except PellucidError:
+        return None, f"latents are mapped to colours: {recipe.model} is not here to decode them (--model)"  # type: ignore
+    root, dtype = source.locate(name), recipe.dtype or None if recipe is not None else None
+    if (root / "vae").is_dir():  # the rest of the model is not needed
+        vae = source.load_component(root / "vae", dtype=dtype)
+    else:
+        vae = source.read_components(name, dtype=dtype).vae
+    if vae is None:
+        return None, f"latents are mapped to colours: {name} has no VAE"
+    known = (recipe.model_hash or "").partition(":")[2].split("-") if recipe is not None else []
+    other = len(known) == len(fingerprint.PARTS) and fingerprint.short_hash(fingerprint.of_network(vae)) != known[1]
+    return vae.float().eval(), "decoded with another VAE than the run had" if other else ""
 
 
 def signed(changes: Tensor, most: float) -> Tensor:

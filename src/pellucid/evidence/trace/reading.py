@@ -1,4 +1,4 @@
-"""A trace, read: the header, the numbers of each step, and its tensors when they are asked for."""
+"""Reading a trace: the header, the numbers of each step, and its tensors on demand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Array = Any  # numpy, one number an image
 
 
 @dataclass(frozen=True)
-class Mark:
+class WorkMark:
     """When the loop began some work, in seconds of the run; `device` is NaN where only the host was timed."""
 
     work: str
@@ -59,7 +59,7 @@ class Step:
     device_seconds: dict[str, float]
     memory: int | None
     peak: int | None
-    marks: tuple[Mark, ...]
+    marks: tuple[WorkMark, ...]
 
     @property
     def level(self) -> Level:
@@ -86,7 +86,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded run. Tensors are read from the file when they are asked for."""
+    """A recorded run. Tensors are read from the file on demand."""
 
     path: Path
     header: Header
@@ -151,10 +151,10 @@ def read(path: str | os.PathLike[str], *, partial: bool = False) -> Trace:
     wanted = header.steps if header.state == "recording" else header.done
     checks = () if found.sound is None else (layout.CHECK,)
     names = [[step_name(i, name) for name in (*_NUMERIC, *header.kept_at(i), *checks)] for i in range(wanted)]
-    whole = next((i for i, needed in enumerate(names) if not all(map(found.holds, needed))), wanted)
-    if not partial and (whole < wanted or found.whole_size > found.size or header.state == "recording"):
-        raise _unfinished(place, header, whole)
-    return Trace(place, header, _read_steps(place, found, header, whole), found)
+    count = next((i for i, needed in enumerate(names) if not all(map(found.holds, needed))), wanted)
+    if not partial and (count < wanted or found.whole_size > found.size or header.state == "recording"):
+        raise _unfinished(place, header, count)
+    return Trace(place, header, _read_steps(place, found, header, count), found)
 
 
 def end_of_last(header: Header, count: int) -> float:
@@ -162,11 +162,11 @@ def end_of_last(header: Header, count: int) -> float:
     return math.nan if header.seconds is None or count < header.done else header.seconds
 
 
-def _unfinished(path: Path, header: Header, whole: int) -> PellucidError:
+def _unfinished(path: Path, header: Header, count: int) -> PellucidError:
     killed = header.state == "recording"
     why = "Its run was killed, or is still going on" if killed else "The file was cut: its header promises more"
     advice = f"{why}. The steps before are whole: `pellucid trace show --partial` (partial=True) reads them."
-    got = f"{path.name} with {whole} of {header.steps} steps"
+    got = f"{path.name} with {count} of {header.steps} steps"
     return PellucidError(rule("trace", "whole", got, advice), "trace-truncated")
 
 
@@ -196,11 +196,11 @@ def _read_steps(path: Path, found: FileIndex, header: Header, count: int) -> tup
             raise PellucidError(rule(step_name(index, name), f"of shape {shape}", values.shape), "trace")
         return values
 
-    def marks_of(index: int) -> tuple[Mark, ...]:
+    def marks_of(index: int) -> tuple[WorkMark, ...]:
         table = array(index, "clock", (MARKS, 3)).tolist()
-        return tuple(Mark(WORKS[int(row[0])], row[1], row[2]) for row in table if row[0] in range(len(WORKS)))
+        return tuple(WorkMark(WORKS[int(row[0])], row[1], row[2]) for row in table if row[0] in range(len(WORKS)))
 
-    def step(index: int, images: tuple[int, ...], marks: tuple[Mark, ...], end: Mark) -> Step:
+    def step(index: int, images: tuple[int, ...], marks: tuple[WorkMark, ...], end: WorkMark) -> Step:
         numbers = dict(zip(NUMBERS, array(index, "numbers", (len(images), len(NUMBERS))).T, strict=True))
         digests = dict(zip(DIGESTED, array(index, "digests", (len(images), len(DIGESTED))).T, strict=True))
         now, most = (int(value) if value >= 0 else None for value in array(index, "memory", (2,)))
@@ -224,7 +224,7 @@ def _read_steps(path: Path, found: FileIndex, header: Header, count: int) -> tup
 
     lengths = [len(plan.rows) for plan in header.plans]
     clocks = [marks_of(index) for index in range(count)]
-    last = Mark("", end_of_last(header, count), math.nan)
+    last = WorkMark("", end_of_last(header, count), math.nan)
     ends = [marks[0] if marks else last for marks in clocks[1:]] + [last]
     pairs = enumerate(zip(clocks, ends, strict=False))
     return tuple(step(index, layout.active(lengths, index), marks, end) for index, (marks, end) in pairs)

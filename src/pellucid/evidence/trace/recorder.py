@@ -23,7 +23,7 @@ from pellucid.evidence.trace import header as headers
 from pellucid.evidence.trace import layout, measures
 from pellucid.evidence.trace.header import MARKS, TENSORS, WORKS, Header, StageTime
 from pellucid.evidence.trace.layout import Entry, Writer, step_name
-from pellucid.evidence.trace.measures import DIGESTED, NUMBERS, Block, Past, StepContext
+from pellucid.evidence.trace.measures import DIGESTED, NUMBERS, EarlierCalls, StepBlock, StepContext
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.result import Result
 
@@ -182,8 +182,8 @@ class _Recording:
         self.kind = _TENSOR_KINDS[x.dtype]
         self.clock, self.memory = _StepClock(x.device), _MemoryMeter(x.device)
         self.copies = AsyncCopy(x.device, self.deliver)
-        self.past = Past()
-        self.block: Block | None = None
+        self.past = EarlierCalls()
+        self.block: StepBlock | None = None
         self.waiting: list[_PendingStep] = []
         self.since = 0.0
         self.weight = torch.from_numpy(measures.weights(max(x[0].numel(), 1))).to(x.device)
@@ -231,14 +231,14 @@ class _Recording:
         return [*found, Entry(step_name(index, layout.CHECK), "I64", (checked,))]
 
     def entries(self, steps: int, ended: bool) -> Iterator[Entry]:
-        """All tensors of a file with so many steps, in their order."""
-        whole = (self.header.images, *self.header.shape)
+        """All tensors of a file with this many steps, in their order."""
+        shape = (self.header.images, *self.header.shape)
         if self.options.tensors:
-            yield Entry("start", self.kind, whole)
+            yield Entry("start", self.kind, shape)
         for index in range(steps):
             yield from self.entries_of(index)
         if self.options.tensors and ended:
-            yield Entry("end", self.kind, whole)
+            yield Entry("end", self.kind, shape)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class _Recording:
         context, values = measures.context_of(seen, self.past, levels)
         if self.block is None or not self.block.takes(context, seen.x):
             self.measure()
-            self.block = Block(context, seen.x, self.header.limit)
+            self.block = StepBlock(context, seen.x, self.header.limit)
         self.since = self.since if self.waiting else self.clock.now()
         self.block.add(context, values)
         self.waiting.append(_PendingStep(seen.index, context, self.clock.take()))
@@ -336,7 +336,7 @@ class _Recording:
             self.measure()
             self.copies.drain()
         finally:  # also what could not be measured, or written, is noted
-            self.past, self.block, self.waiting = Past(), None, []
+            self.past, self.block, self.waiting = EarlierCalls(), None, []
             self.memory.close()
             complete = self.delivered == self.header.steps
             if complete and self.end is not None and self.header.state == "recording":
@@ -359,8 +359,8 @@ class _Recording:
             self.writer.close()
 
 
-def _raw(held: Any) -> bytes:
-    return np.ascontiguousarray(held).tobytes()
+def _raw(values: Any) -> bytes:
+    return np.ascontiguousarray(values).tobytes()
 
 
 # --- the observer -------------------------------------------------------------------------------------------------

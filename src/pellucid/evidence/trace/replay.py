@@ -176,10 +176,10 @@ def replay_recipe(trace: Trace, options: RunOptions, observers: Sequence[Observe
     recipe = _recipes_of(trace)[0]
     known = recipe if recipe.noise in repeat.NOISES else replace(recipe, noise="philox")
     options, _ = repeat.complete(RecipeSource(trace.path, known), options)
-    given = {name: options.fields[name] for name in ("image", "mask") if name in options.fields}
+    fields = {name: options.fields[name] for name in ("image", "mask") if name in options.fields}
     pipe, weak = options.load(), options.load_weak()
-    given |= options.adapters() | ({} if weak is None else {"weak": weak})
-    return replay_with(trace, pipe, {**given, "observers": observers})
+    fields |= options.adapters() | ({} if weak is None else {"weak": weak})
+    return replay_with(trace, pipe, {**fields, "observers": observers})
 
 
 def replay_with(trace: Trace, pipe: Any, fields: Mapping[str, Any] | None = None) -> Replay:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pellucid.evidence.trace.reading import Mark, Step, Trace, end_of_last
+from pellucid.evidence.trace.reading import Step, Trace, WorkMark, end_of_last
 from pellucid.interop.atomic_files import put
 
 _PROCESS = 1
@@ -123,7 +123,7 @@ def _works(trace: Trace, clock: str, track: int) -> list[_Event]:
     found = []
     for step, end in zip(trace.steps, _ends(trace, clock), strict=True):
         marks = [mark for mark in step.marks if not math.isnan(getattr(mark, clock))]
-        closed = [*marks, *([] if math.isnan(end) else [Mark("", end, end)])]
+        closed = [*marks, *([] if math.isnan(end) else [WorkMark("", end, end)])]
         for mark, following in pairwise(closed):
             begun, ended = getattr(mark, clock), getattr(following, clock)
             found.append(_span(mark.work, begun, ended, track, step=step.index))

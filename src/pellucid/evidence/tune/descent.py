@@ -18,8 +18,9 @@ from pellucid.core.loop import BindsToRun, Denoiser, Prediction, State, advance
 from pellucid.core.noise import Philox
 from pellucid.core.plan import Plan, Row
 from pellucid.core.schedule import Level
+from pellucid.evidence.study.kernel import check_whole
 from pellucid.evidence.tune.model import TuningModel
-from pellucid.evidence.tune.table import KNOBS, WHAT, Soft, SoftLevel, Table, Values, What, check_whole
+from pellucid.evidence.tune.table import KNOBS, WHAT, Soft, SoftLevel, Table, TableValues, What
 from pellucid.evidence.tune.teacher import Truth, distance, errors
 
 # --- a table through the loop -------------------------------------------------------------------------------------
@@ -29,7 +30,7 @@ _SILENT = Philox(0)  # a deterministic plan draws nothing
 _Call = Callable[[Tensor, Any, Any], Tensor]
 
 
-def travel(table: Table, values: Values, denoiser: Denoiser, noise: Tensor, recompute: bool) -> Tensor:
+def travel(table: Table, values: TableValues, denoiser: Denoiser, noise: Tensor, recompute: bool) -> Tensor:
     """x at the end of a table, from unit noise (B, …)."""
     call = _called(table, values, denoiser, len(noise), recompute)
     state = State(noise * values.sigmas[0].to(noise), None, [])
@@ -41,7 +42,7 @@ def travel(table: Table, values: Values, denoiser: Denoiser, noise: Tensor, reco
     return state.x
 
 
-def _row_at(values: Values, i: int, like: Tensor) -> Any:
+def _row_at(values: TableValues, i: int, like: Tensor) -> Any:
     """One row of tensors, on x's device."""
     x, anchor = values.weights[i]
     level = SoftLevel(values.alphas[i].to(like.device), values.sigmas[i].to(like.device), values.ratios[i])
@@ -55,7 +56,7 @@ def _soften(weights: Soft, like: Tensor) -> Any:
     return tuple((r, w.to(like)) for r, w in weights)
 
 
-def _called(table: Table, values: Values, denoiser: Denoiser, count: int, recompute: bool) -> _Call:
+def _called(table: Table, values: TableValues, denoiser: Denoiser, count: int, recompute: bool) -> _Call:
     """The denoiser of a run, x0 alone; with `recompute` activations are computed again on the way back, not kept."""
     bound: Any = denoiser
     if isinstance(denoiser, BindsToRun):  # guidance may want to know where the run is
@@ -138,7 +139,7 @@ class TuningData:
 
 
 @dataclass
-class Fit:
+class TableFit:
     """A table that is being tuned: the knobs now, the best so far, and the errors of the watched pairs."""
 
     table: Table
@@ -155,15 +156,15 @@ class Fit:
         return self.table.plan_at(self.best)
 
     @staticmethod
-    def of(table: Table, data: TuningData, at_once: int) -> Fit:
+    def of(table: Table, data: TuningData, at_once: int) -> TableFit:
         knobs = table.zeros()
         found = errors(table.plan, data.model, data.watch, at_once)
         error, root = float(found.mean()), float(found.sqrt().mean())
-        return Fit(table, knobs, copied(knobs), error, root, error, [(0, error)])
+        return TableFit(table, knobs, copied(knobs), error, root, error, [(0, error)])
 
 
-def descend(fit: Fit, data: TuningData, how: Descent, done: Callable[[], object] = lambda: None) -> Fit:
-    """Tunes the knobs from the best ones, until nothing improves or for so many iterations."""
+def descend(fit: TableFit, data: TuningData, how: Descent, done: Callable[[], object] = lambda: None) -> TableFit:
+    """Tunes the knobs from the best ones, until nothing improves or the iterations are used up."""
     fit.knobs = copied(fit.best)
     turned = [fit.knobs[name].requires_grad_() for name in KNOBS[how.what]]
     optimiser = torch.optim.Adam(turned, lr=how.rate, betas=_BETAS)
@@ -190,7 +191,7 @@ def descend(fit: Fit, data: TuningData, how: Descent, done: Callable[[], object]
     return fit
 
 
-def backward(fit: Fit, data: TuningData, chosen: list[int], at_once: int, recompute: bool = False) -> float:
+def backward(fit: TableFit, data: TuningData, chosen: list[int], at_once: int, recompute: bool = False) -> float:
     """The gradient of the mean of √error over some pairs, a part of them at a time; 0017 says why the root."""
     model, total = data.model, 0.0
     size = min(at_once, model.most)
@@ -220,7 +221,7 @@ def tame(turned: list[Tensor], usual: list[float]) -> bool:
     return True
 
 
-def _look(fit: Fit, data: TuningData, at_once: int) -> bool:
+def _look(fit: TableFit, data: TuningData, at_once: int) -> bool:
     """Evaluates the knobs as they are now, and keeps them where the mean of the roots is the least so far.
 
     Not the mean of the errors: a few outliers decide it, and with other seeds these would be others.

@@ -158,8 +158,8 @@ def model_of(pipe: Pipeline, guidance: Any = None) -> TuningModel:
             return make_conditions(parts, request, size, scale, guided.needs_uncond).to(pipe.device)
 
     def denoiser(pairs: Pairs) -> Denoiser:
-        made, count = conditions(pairs.prompts, pairs.labels), len(pairs)
-        cond, uncond = (None if one is None else _expanded(one, count) for one in (made.cond, made.uncond))
+        encoded, count = conditions(pairs.prompts, pairs.labels), len(pairs)
+        cond, uncond = (None if one is None else _expanded(one, count) for one in (encoded.cond, encoded.uncond))
         filters = {"x0_filter": None if reading is None else reading.x0_filter, "dtype": working_dtype(network)}
         return GuidedDenoiser(called, parts.schedule, parts.target, cond or {}, uncond, guided, **filters)  # type: ignore
 

@@ -43,7 +43,7 @@ def plan_within(start: Start, schedule: Schedule, target: str, calls: int) -> Pl
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepCell:
     """A candidate at a budget, on some number of pairs; `refused` says why it makes no plan there."""
 
     calls: int
@@ -113,22 +113,22 @@ class Sweep:
     def all(self) -> dict[str, Start]:
         return {one.text: one for one in candidates()}
 
-    def best(self, calls: int, count: int = 1) -> list[Cell]:
+    def best(self, calls: int, count: int = 1) -> list[SweepCell]:
         """The best cells at a budget, on all pairs, the least mean error first."""
         with self.records() as records:
             first = [self.cell(records, calls, name, self.sifted) for name in self.all]
             known = [cell for cell in first if not cell.refused]
             chosen = {cell.name for key in ("mean", "root") for cell in sorted(known, key=_ranked(key))[:KEPT]}
             chosen |= {_USUAL} & {cell.name for cell in known}
-            whole = [self.cell(records, calls, name, len(self.truth)) for name in sorted(chosen)]
-        return sorted(whole, key=_ranked("mean"))[: count or None]
+            measured = [self.cell(records, calls, name, len(self.truth)) for name in sorted(chosen)]
+        return sorted(measured, key=_ranked("mean"))[: count or None]
 
-    def usual(self, calls: int) -> Cell:
+    def usual(self, calls: int) -> SweepCell:
         """DPM++ 2M on Karras' grid."""
         with self.records() as records:
             return self.cell(records, calls, _USUAL, len(self.truth))
 
-    def plan(self, cell: Cell) -> Plan:
+    def plan(self, cell: SweepCell) -> Plan:
         return plan_within(self.all[cell.name], self.model.schedule, self.model.target, cell.calls)
 
     @contextmanager
@@ -141,14 +141,14 @@ class Sweep:
         with tempfile.TemporaryDirectory() as place:
             yield Records(Path(place), KEYS)
 
-    def cell(self, records: Records, calls: int, name: str, pairs: int) -> Cell:
+    def cell(self, records: Records, calls: int, name: str, pairs: int) -> SweepCell:
         """A cell that is known, or measured now and kept."""
         count = min(pairs, len(self.truth))
         key = {"calls": calls, "name": name, "pairs": count}
         if not records.has(key):
             records.add({**key, **self.measured(calls, name, count)})
         self.done()
-        return Cell(**records.by_name[records.name(key)])
+        return SweepCell(**records.by_name[records.name(key)])
 
     def measured(self, calls: int, name: str, count: int) -> dict[str, Any]:
         try:
@@ -162,7 +162,7 @@ class Sweep:
         return {"nfe": plan.nfe, "mean": summary["mean"], "root": float(found.sqrt().mean()), "summary": summary}
 
 
-def _ranked(key: str) -> Callable[[Cell], tuple[float, str]]:
+def _ranked(key: str) -> Callable[[SweepCell], tuple[float, str]]:
     return lambda cell: (getattr(cell, key), cell.name)
 
 

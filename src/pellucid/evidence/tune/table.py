@@ -152,9 +152,9 @@ class Start:
         options: dict[str, Any] = {}
         if (ordered := _ORDERED.fullmatch(name)) and "order" in resolve(ordered["name"])[0].options():
             name, options = ordered["name"], {"order": int(ordered["order"])}
-        made = Start(resolve(name)[0].name, grids.named(grid).name, options)
-        made.check()
-        return made
+        start = Start(resolve(name)[0].name, grids.named(grid).name, options)
+        start.check()
+        return start
 
     @property
     def entry(self) -> Sampler:
@@ -199,12 +199,6 @@ def tunable(entry: Sampler) -> bool:
     return plan.nfe == 6 and not plan.guided and not plan.declared and plan.basis in _BASES and plan.end.sigma == 0.0
 
 
-def check_whole(name: str, value: object, least: int, most: int, code: str, must: str = "") -> None:
-    """Refuses what is not a whole number in a range."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise PellucidError(rule(name, must or f"a whole number from {least} to {most:,}", value), code)
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 What = Literal["grid", "weights", "told", "both", "all"]
@@ -231,7 +225,7 @@ class SoftLevel:
 
 
 @dataclass(frozen=True)
-class Values:
+class TableValues:
     """The numbers of a table, in float64: levels (N + 1), times that the network is passed (N), weights."""
 
     alphas: Tensor
@@ -308,7 +302,7 @@ class Table:
         first = float(self.lams[1 if math.isinf(float(self.lams[0])) else 0])
         knobs["gaps"].data[0].clamp_(self.least - first, self.most - first)
 
-    def values(self, knobs: Knobs) -> Values:
+    def values(self, knobs: Knobs) -> TableValues:
         """The table at some knobs, in float64; gradients reach the knobs."""
         lams = self.lams_at(knobs["gaps"])
         ratios = [math.exp(-v) for v in lams.tolist()]
@@ -319,7 +313,7 @@ class Table:
         added = torch.zeros(self.free.shape, dtype=torch.float64).masked_scatter(self.free, knobs["shares"])
         times = _ScheduleTime.apply(lams, self.schedule) + knobs["told"] * torch.from_numpy(self.pitch)
         weights = self.weights(own + added, alphas, sigmas)
-        return Values(alphas, sigmas, times.clamp(*self.schedule.span), weights, ratios)
+        return TableValues(alphas, sigmas, times.clamp(*self.schedule.span), weights, ratios)
 
     def shares_at(self, lams: Array) -> Array:
         """(N, 2, 4): the shares of the start's own formula with calls at these λ."""
@@ -340,8 +334,8 @@ class Table:
             if self.writes[i]:
                 anchor = ((0, torch.ones((), dtype=torch.float64)),)
                 if back is not None:
-                    made = _to_weights(self.plan.basis, kept.unbind(), here, back, here, back)
-                    anchor = tuple((r, made[r]) for r in filled)
+                    back_weights = _to_weights(self.plan.basis, kept.unbind(), here, back, here, back)
+                    anchor = tuple((r, back_weights[r]) for r in filled)
             found.append((tuple((r, x[r]) for r in filled), anchor))
         return found
 
@@ -356,7 +350,7 @@ class Table:
             Row(Level(alphas[i], sigmas[i]), times[i], _hard(x), None if anchor is None else _hard(anchor))
             for i, (x, anchor) in enumerate(values.weights)
         )
-        made = replace(
+        plan = replace(
             self.plan,
             name=name or self.plan.name,
             rows=drop_dead_anchors(rows),
@@ -364,7 +358,7 @@ class Table:
             initial_scale=rows[0].level.sigma,
             grid={**_grid_of(self.schedule, values.ratios), "steps": self.steps},
         )
-        return seal(made)
+        return seal(plan)
 
 
 def _reach(schedule: Schedule, lams: Array) -> tuple[float, float]:

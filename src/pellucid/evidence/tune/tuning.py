@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,20 @@ from pellucid import __version__
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import Plan
 from pellucid.evidence.statistics import mean_interval
+from pellucid.evidence.study.kernel import ProgressBar, check_whole, no_bar
 from pellucid.evidence.tune import sweep as sweeps
 from pellucid.evidence.tune import table, teacher
-from pellucid.evidence.tune.descent import Descent, Fit, TuningData, descend
+from pellucid.evidence.tune.descent import Descent, TableFit, TuningData, descend
 from pellucid.evidence.tune.model import FEWEST_PAIRS, MOST_PAIRS, Pairs, PairSets, TuningModel, make_sets, read_prompts
 from pellucid.evidence.tune.sweep import SAMPLERS, shortlist
-from pellucid.evidence.tune.table import Start, Table, check_whole
+from pellucid.evidence.tune.table import Start, Table
 from pellucid.evidence.tune.teacher import ErrorSummary, Truth, errors
 
 _NAME = "tuned"
-HEAT = 4  # a heat has one in so many of the iterations
+HEAT = 4  # a heat has one in four of the iterations
 FINALISTS = 2  # starts that go on after the heats
 _MOST_WATCHED = 512  # unless more are named
 _OBJECTIVE = "the mean over pairs of √(rms distance of x0 from the converged one)"
-Stage = Callable[[str, int], AbstractContextManager[Callable[[], object]]]  # a bar: what, how many
 
 
 @dataclass(frozen=True)
@@ -77,31 +76,27 @@ class TuningResult:
         return self.plan.evidence
 
 
-def _no_bar(what: str, count: int) -> AbstractContextManager[Callable[[], object]]:
-    return nullcontext(lambda: None)
-
-
 def tune(
     model: TuningModel,
     config: TuningConfig,
-    stage: Stage = _no_bar,
+    bar: ProgressBar = no_bar,
     folder: Path | None = None,
     keep: Callable[[TuningResult], object] = lambda tuned: None,
 ) -> TuningResult:
     """Tunes a plan for a model. `folder` keeps what a sweep has measured; `keep` is called with the plan as soon as
     there is one, and again with what a sweep has found, which may take longer than the tuning."""
     sets = divide(model, config)
-    with stage("asking the teacher", sum(map(len, sets))) as done:
+    with bar("asking the teacher", sum(map(len, sets))) as done:
         truths = [ask_teacher(model, pairs, config, done) for pairs in sets]
     data, judge = TuningData(model, truths[0], truths[1]), truths[2]
-    fits = _run_heats(data, config, stage)
-    best = _run_finals(fits, data, config, stage)
+    fits = _run_heats(data, config, bar)
+    best = _run_finals(fits, data, config, bar)
     plan, found, evidence = _judged(best, fits, model, judge, config)
     evidence = {**_about(model, config, sets, data), **evidence}
     tuned = TuningResult(replace(plan, evidence={"says": _sentence(evidence), **evidence}), found)
     keep(tuned)
     if config.sweep:
-        evidence["untuned"] = _sweep_rows(model, judge, config, found, stage, folder)
+        evidence["untuned"] = _sweep_rows(model, judge, config, found, bar, folder)
         tuned = replace(tuned, plan=replace(plan, evidence={"says": _sentence(evidence), **evidence}))
         keep(tuned)
     return tuned
@@ -117,45 +112,41 @@ def divide(model: TuningModel, config: TuningConfig) -> PairSets:
     return make_sets(config.counts, config.seed, texts, model.classes)
 
 
-def ask_teacher(model: TuningModel, pairs: Pairs, config: TuningConfig, done: Callable[[], object]) -> Truth:
-    def more(count: int) -> None:
-        for _ in range(count):
-            done()
-
-    truth = teacher.teach(model, pairs, config.teacher, config.descent.at_once, more)
+def ask_teacher(model: TuningModel, pairs: Pairs, config: TuningConfig, done: Callable[[int], object]) -> Truth:
+    truth = teacher.teach(model, pairs, config.teacher, config.descent.at_once, done)
     if not bool(truth.x0.isfinite().all()):
         raise PellucidError(rule("the teacher's images", "finite", "others", "Is the model whole?"), "teacher")
     return truth
 
 
-def _run_heats(data: TuningData, config: TuningConfig, stage: Stage) -> list[Fit]:
+def _run_heats(data: TuningData, config: TuningConfig, bar: ProgressBar) -> list[TableFit]:
     """Every start a little way down; a single one waits for the descent itself."""
     model, at_once = data.model, config.descent.at_once
     chosen = list(config.starts)
     if not chosen:
-        with stage("choosing starts", len(SAMPLERS) * len(sweeps.GRIDS)) as done:
+        with bar("choosing starts", len(SAMPLERS) * len(sweeps.GRIDS)) as done:
             chosen = shortlist(model, data.tune, config.steps, at_once, done)
     tables = [Table.of(start, model.schedule, model.target, config.steps) for start in chosen]
-    fits = [Fit.of(table, data, at_once) for table in tables]
+    fits = [TableFit.of(table, data, at_once) for table in tables]
     short = replace(config.descent, iterations=max(config.descent.iterations // HEAT, 1))
     if len(fits) > 1:
-        with stage("heats", len(fits) * short.iterations) as done:
+        with bar("heats", len(fits) * short.iterations) as done:
             for fit in fits:
                 descend(fit, data, short, done)
     return fits
 
 
-def _run_finals(fits: list[Fit], data: TuningData, config: TuningConfig, stage: Stage) -> Fit:
+def _run_finals(fits: list[TableFit], data: TuningData, config: TuningConfig, bar: ProgressBar) -> TableFit:
     """The best of the heats all the way down; which of them is best after it."""
     finalists = sorted(fits, key=lambda fit: fit.best_root)[:FINALISTS]
-    with stage("tuning", len(finalists) * config.descent.iterations) as done:
+    with bar("tuning", len(finalists) * config.descent.iterations) as done:
         for fit in finalists:
             descend(fit, data, config.descent, done)
     return min(finalists, key=lambda fit: fit.best_root)
 
 
 def _judged(
-    best: Fit, fits: list[Fit], model: TuningModel, judge: Truth, config: TuningConfig
+    best: TableFit, fits: list[TableFit], model: TuningModel, judge: Truth, config: TuningConfig
 ) -> tuple[Plan, torch.Tensor, dict[str, Any]]:
     """The tuned plan against its start and the best start, on pairs that were not used before; the better is kept."""
     at_once = config.descent.at_once
@@ -210,12 +201,12 @@ def _about(model: TuningModel, config: TuningConfig, sets: PairSets, data: Tunin
 
 
 def _sweep_rows(
-    model: TuningModel, judge: Truth, config: TuningConfig, mine: torch.Tensor, stage: Stage, folder: Path | None
+    model: TuningModel, judge: Truth, config: TuningConfig, mine: torch.Tensor, bar: ProgressBar, folder: Path | None
 ) -> list[dict[str, Any]]:
     """The best untuned plan at each budget, on the same held-out pairs, compared with the tuned one."""
     rows = []
     count = len(config.sweep) * (len(sweeps.candidates()) + 2 * sweeps.KEPT)
-    with stage("everything untuned", count) as done:
+    with bar("everything untuned", count) as done:
         question = sweeps.Sweep(model, judge, config.descent.at_once, folder, done=done)
         for calls in config.sweep:
             for label, cell in (("best", question.best(calls)[0]), ("usual", question.usual(calls))):

@@ -23,7 +23,7 @@ import pellucid
 from pellucid import oracle, schedules
 from pellucid.evidence.tune import teacher
 from pellucid.evidence.tune.teacher import ErrorSummary, errors
-from pellucid.evidence.tune.descent import Descent, Fit, TuningData, descend
+from pellucid.evidence.tune.descent import Descent, TableFit, TuningData, descend
 from pellucid.evidence.tune.model import oracle_model
 from pellucid.evidence.tune.model import Pairs
 from pellucid.evidence.tune.table import Start
@@ -146,7 +146,9 @@ if few(1, 0):  # left out of the smoke size: the teacher alone takes longer than
 # pairs, which are both tuned on and watched, against fresh ones:
 
 few_pairs = teacher.teach(subject, Pairs(tuple(range(8))), fine, 256, lambda count: None)
-fit = Fit.of(Table.of(start, subject.schedule, subject.target, calls), TuningData(subject, few_pairs, few_pairs), 256)
+fit = TableFit.of(
+    Table.of(start, subject.schedule, subject.target, calls), TuningData(subject, few_pairs, few_pairs), 256
+)
 descend(fit, TuningData(subject, few_pairs, few_pairs), Descent(iterations=few(200, 60), batch=8, at_once=256))
 mine, fresh = (errors(fit.plan, subject, pairs, 256) for pairs in (few_pairs, truth))
 print(f"  on its own 8 seeds {mine.mean():.4f}, on {len(fresh)} others {fresh.mean():.4f}")
