@@ -256,7 +256,7 @@ def test_the_pages_commands_run(here: Path, ask: Callable[..., Any]) -> None:
         assert ask(*args).code == 0, line
     assert len(lines) >= 4
     assert steps_of(here / "runs" / "cifar10") == [2, 4]
-    assert (here / "picture.png").is_file()
+    assert (here / "image.png").is_file()
 
 
 def toml(table: dict[str, Any]) -> str:

@@ -61,7 +61,7 @@ def test_the_saved_folder_says_what_the_network_said(name: str, tmp_path: Path) 
     with torch.no_grad():
         found = Controlled(unet, [read])(x, time, control=control, **told)
         plain = unet(x, time, **told)
-    assert torch.equal(found, wanted)
+    assert torch.allclose(found, wanted, rtol=0, atol=2e-6)  # some CPUs sum otherwise where a gradient is recorded
     assert (plain - wanted).abs().max() > 1e-2 * wanted.abs().max()
 
 

@@ -96,7 +96,8 @@ class DenoisingTask:
 def scheduler_of(objective: Objective, sampling: SamplingConfig) -> dict[str, Any]:
     """The config of the diffusers class that samples so from a network that was trained so."""
     grid = grid_named(sampling.grid)
-    return diffusers_export.write(SchedulerSettings("", sampling.sampler, objective.schedule, objective.target, grid, {}, None))
+    settings = SchedulerSettings("", sampling.sampler, objective.schedule, objective.target, grid, {}, None)
+    return diffusers_export.write(settings)
 
 
 class DenoiserTask(DenoisingTask):
