@@ -24,7 +24,7 @@ from torch import Tensor
 import pellucid
 from pellucid import scenes, schedules
 from pellucid.core import target as targets
-from pellucid.core.loop import StepSeen
+from pellucid.core.batch import StepSeen
 from pellucid.core.plan import REGISTERS
 from pellucid.evidence import qualities
 from pellucid.evidence.drawing import graph as graph_drawing

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from pellucid.core import oracle, samplers
     from pellucid.core import schedule as schedules
     from pellucid.core.adaptive import AdaptiveResult, run_adaptive
+    from pellucid.core.batch import Prediction, StepSeen
     from pellucid.core.compile import compile_plan
     from pellucid.core.denoiser import denoiser
     from pellucid.core.errors import Cancelled, PellucidError, PellucidWarning, PlanError
     from pellucid.core.filters import Clip, DynamicThreshold
     from pellucid.core.grid import Grid
-    from pellucid.core.loop import Job, Prediction, StepSeen, run, run_batch
+    from pellucid.core.loop import Job, run, run_batch
     from pellucid.core.noise import Brownian, Philox, TorchStream
     from pellucid.core.plan import Plan, Row
     from pellucid.core.schedule import Level
@@ -51,7 +52,8 @@ _NAMES = {
     "core.errors": ("Cancelled", "PellucidError", "PellucidWarning", "PlanError"),
     "core.filters": ("Clip", "DynamicThreshold"),
     "core.grid": ("Grid",),
-    "core.loop": ("Job", "Prediction", "StepSeen", "run", "run_batch"),
+    "core.batch": ("Prediction", "StepSeen"),
+    "core.loop": ("Job", "run", "run_batch"),
     "core.noise": ("Brownian", "Philox", "TorchStream"),
     "core.plan": ("Plan", "Row"),
     "core.schedule": ("Level",),

@@ -39,7 +39,7 @@ from pellucid import (
     schedules,
 )
 from pellucid.core import samplers
-from pellucid.core.loop import RunSeen
+from pellucid.core.batch import RunSeen
 from pellucid.core.plan import P0, P1, X, row
 
 SAMPLERS = samplers.names()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import integrate
 
 from pellucid import Level, PellucidError, compile_plan, oracle, run
-from pellucid.core.loop import Batched
+from pellucid.core.batch import Batched
 from pellucid.core.schedule import in_frame
 
 ONE_D = oracle.Mixture(

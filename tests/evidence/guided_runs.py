@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pellucid.core.batch import Prediction
 from pellucid.core.compile import compile_plan
 from pellucid.core.grid import Grid
-from pellucid.core.loop import Prediction, run
+from pellucid.core.loop import run
 from pellucid.core.oracle import Mixture
 from pellucid.core.plan import Plan
 from pellucid.evidence import trace

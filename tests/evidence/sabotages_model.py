@@ -24,7 +24,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.core import schedule as schedules
-from pellucid.core.loop import Prediction
+from pellucid.core.batch import Prediction
 from pellucid.evidence import trace
 from pellucid.evidence.doctor.subject import KnownImages, RunSpec, Subject, SubjectSpec, of_pipeline, open_subject
 from pellucid.evidence.metrics.images import Pixels, folder_of

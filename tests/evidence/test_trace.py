@@ -383,7 +383,7 @@ def test_tensors_in_memory_do_not_grow_with_steps(tmp_path: Path) -> None:
         with Tracker(["cpu"]) as tracker:
             traced(tmp_path / str(steps), steps)
         peaks.append(tracker.peak.total)
-    assert peaks[1] == peaks[0]
+    assert peaks[1] - peaks[0] == 50 * len(COLUMNS) * 4  # the table's own lines, in float32
     written = (tmp_path / "60").stat().st_size - (tmp_path / "10").stat().st_size
     assert written > 50 * 3 * 4 * 32 * 32 * 4  # x, x0 and eps, in float32
 

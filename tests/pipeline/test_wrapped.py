@@ -20,8 +20,8 @@ import tiny_peers as tiny
 import torch
 from torch import Tensor, nn
 
+from pellucid.core.batch import StepSeen
 from pellucid.core.errors import Cancelled, PellucidError
-from pellucid.core.loop import StepSeen
 from pellucid.core.noise import TorchStream
 from pellucid.interop.scheduler import Scheduler
 from pellucid.pipeline.result import Result

@@ -23,8 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from pellucid.cli import output
 from pellucid.cli.options import CANCELLED
 from pellucid.cli.sample import MAX_IMAGES, read_options
+from pellucid.core.batch import StepSeen
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import StepSeen
 from pellucid.core.noise import seed_list
 from pellucid.core.samplers import REGISTRY, resolve
 from pellucid.core.samplers.registry import value_of

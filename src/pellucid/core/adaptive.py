@@ -16,14 +16,16 @@ from torch import Tensor
 
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
+from pellucid.core.batch import Denoiser, Prediction
 from pellucid.core.errors import Cancelled, PlanError, rule
 from pellucid.core.grid import Path
-from pellucid.core.loop import Denoiser, Prediction, mix, starting_point
+from pellucid.core.loop import starting_point
 from pellucid.core.noise import NoiseSource
 from pellucid.core.plan import ANCHOR, P0, P1, Draw, Form, Plan, Row, Span, Z, row, seal
 from pellucid.core.samplers.dpm import single_step
 from pellucid.core.samplers.steps import S_NOISE, ancestral, check_eta, first_order_eps, span
 from pellucid.core.schedule import Level, Schedule, in_frame
+from pellucid.core.table import mix
 
 
 @dataclass(frozen=True)

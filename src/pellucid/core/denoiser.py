@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
+from pellucid.core.batch import Batched
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
-from pellucid.core.loop import Batched
 from pellucid.core.schedule import EDM, Level, Schedule, Target
 
 
@@ -81,6 +81,8 @@ class NetworkDenoiser:
 
 
 def split(level: Batched) -> list[Level]:
+    if level.levels:
+        return list(level.levels)
     pairs = zip(level.alpha.reshape(-1).tolist(), level.sigma.reshape(-1).tolist(), strict=True)
     return [Level(alpha, sigma) for alpha, sigma in pairs]
 

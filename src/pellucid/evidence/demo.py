@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from pellucid import scenes
-from pellucid.core.loop import StepSeen
+from pellucid.core.batch import StepSeen
 from pellucid.models.vae import from_diffusion
 from pellucid.pipeline.images import to_images, to_tensor
 from pellucid.pipeline.pipeline import Pipeline

@@ -12,8 +12,9 @@ from torch import Tensor
 from pellucid.core import oracle
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
+from pellucid.core.batch import Denoiser
 from pellucid.core.denoiser import denoiser, input_scale, sigma_data_of
-from pellucid.core.loop import Denoiser, run
+from pellucid.core.loop import run
 from pellucid.core.plan import Difference, Plan, Weights
 from pellucid.core.schedule import Frame, Level
 from pellucid.core.wording import named, short

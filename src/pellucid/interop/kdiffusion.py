@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from pellucid.core.batch import Batched, StepSeen, level_after
 from pellucid.core.compile import compile_plan
 from pellucid.core.dialect import K_DIFFUSION
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import Grid
-from pellucid.core.loop import Batched, StepSeen, level_after, run
+from pellucid.core.loop import run
 from pellucid.core.noise import NoiseSource
 from pellucid.core.plan import Plan, Row
 from pellucid.core.samplers import resolve

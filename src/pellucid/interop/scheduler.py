@@ -32,10 +32,10 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.grid import Grid
 from pellucid.core.grid import named as grid_named
-from pellucid.core.loop import mix
 from pellucid.core.plan import DEPTH, Plan, Row, Weights
 from pellucid.core.samplers import resolve
 from pellucid.core.schedule import EDM, DiscreteVP, Level, in_frame
+from pellucid.core.table import mix
 from pellucid.interop import diffusers_config
 from pellucid.interop.diffusers_classes import CLASSES, INTERCHANGEABLE, OFFERS_CHANGE, SECOND, STEP
 from pellucid.interop.diffusers_config import SchedulerSettings

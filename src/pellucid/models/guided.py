@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from pellucid.core import target as targets
+from pellucid.core.batch import Batched, Prediction
 from pellucid.core.denoiser import input_scale, read_output, sigma_data_of, split
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
-from pellucid.core.loop import Batched, Prediction, column
 from pellucid.core.plan import Plan
 from pellucid.core.schedule import Level, Schedule, Target
+from pellucid.core.table import column
 from pellucid.models import inputs as trees
 from pellucid.models.guidance import Dose, Guidance, PlanGuidance
 from pellucid.models.inputs import Inputs

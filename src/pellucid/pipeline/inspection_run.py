@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pellucid.core.batch import StepSeen
 from pellucid.core.errors import Cancelled, PellucidError, rule
-from pellucid.core.loop import StepSeen
 from pellucid.interop.components import Components
 from pellucid.models.attention import ImageTokens
 from pellucid.models.controlnet import ControlNet

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from pellucid.core.batch import Observer
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import Observer
 from pellucid.interop.components import text_parts
 from pellucid.interop.save import save_components
 from pellucid.models import lora

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pellucid.core.batch import Constraint, Observer, Prediction, StepSeen
 from pellucid.core.compile import compile_plan
 from pellucid.core.denoiser import split
 from pellucid.core.dialect_diffusers import known_level
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.grid import Grid
-from pellucid.core.loop import Constraint, Observer, Prediction, StepSeen, check_fits, loop
+from pellucid.core.loop import check_fits, loop
 from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.core.reader import naming, read_text

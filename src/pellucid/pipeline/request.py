@@ -21,8 +21,8 @@ from pellucid.pipeline.peer_words import CALL, option_error
 if TYPE_CHECKING:  # what torch or numpy comes with
     from torch import Tensor
 
+    from pellucid.core.batch import Constraint, Observer
     from pellucid.core.grid import Grid
-    from pellucid.core.loop import Constraint, Observer
     from pellucid.core.noise import NoiseSource
     from pellucid.core.plan import Plan
     from pellucid.models.controlnet import ControlNet

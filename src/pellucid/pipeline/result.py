@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from PIL import Image
 from torch import Tensor
 
+from pellucid.core.batch import StepSeen
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import StepSeen
 from pellucid.core.plan import Plan
 from pellucid.models.lora import Receipt
 from pellucid.pipeline.recipe import Recipe, RecipeImage, write_png

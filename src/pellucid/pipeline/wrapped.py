@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pellucid.core.batch import Prediction
 from pellucid.core.denoiser import input_scale
 from pellucid.core.errors import PellucidError, nearest, rule
-from pellucid.core.loop import Prediction, run
+from pellucid.core.loop import run
 from pellucid.core.noise import NoiseSource, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.core.samplers import resolve

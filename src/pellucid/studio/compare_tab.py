@@ -11,8 +11,8 @@ from typing import Any
 import gradio as gr
 from PIL import Image
 
+from pellucid.core.batch import StepSeen
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import StepSeen
 from pellucid.models.guidance import guarded
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import make_plan

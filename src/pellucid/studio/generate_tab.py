@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from pellucid.core.loop import Cancelled, StepSeen
+from pellucid.core.batch import StepSeen
+from pellucid.core.loop import Cancelled
 from pellucid.evidence.trace import previews
 from pellucid.evidence.trace.recorder import Recorder
 from pellucid.interop.source import bundles

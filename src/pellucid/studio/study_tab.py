@@ -16,8 +16,8 @@ import numpy as np
 from PIL import Image
 
 from pellucid.core import samplers
+from pellucid.core.batch import StepSeen
 from pellucid.core.errors import Cancelled, PellucidError, rule
-from pellucid.core.loop import StepSeen
 from pellucid.core.reader import read_json
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Series

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pellucid import scenes
+from pellucid.core.batch import StepSeen
 from pellucid.core.errors import PellucidError
-from pellucid.core.loop import StepSeen
 from pellucid.evidence.doctor.checks import Finding, check
 from pellucid.evidence.doctor.subject import Adapter, Subject, Unable
 from pellucid.models.lora import Receipt

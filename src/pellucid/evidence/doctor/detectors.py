@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pellucid.core.batch import StepSeen
 from pellucid.core.compile import compile_plan
 from pellucid.core.denoiser import denoiser
 from pellucid.core.errors import PellucidError
-from pellucid.core.loop import StepSeen, loop
+from pellucid.core.loop import loop
 from pellucid.core.noise import Philox
 from pellucid.core.schedule import EDM, Array, DiscreteVP, Flow, Level, Schedule, Target, in_frame
 from pellucid.evidence.doctor.checks import Evidence, Finding, Severity, check

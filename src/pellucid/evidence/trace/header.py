@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from pellucid import __version__
+from pellucid.core.batch import Work
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import Work
 from pellucid.core.noise import Brownian, NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.core.reader import parse_object

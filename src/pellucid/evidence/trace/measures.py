@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pellucid.core.loop import StepSeen
+from pellucid.core.batch import StepSeen
 from pellucid.core.schedule import Level
 
 NUMBERS = ("x", "x0", "eps", "delta", "cosine", "saturation", "local_error")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pellucid.core.batch import level_after
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import level_after
 from pellucid.core.plan import Row
 from pellucid.core.reader import naming
 from pellucid.core.schedule import Level

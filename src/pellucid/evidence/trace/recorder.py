@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pellucid.core.batch import RunSeen, StepSeen, Work
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import RunSeen, StepSeen, Work, column
+from pellucid.core.table import column
 from pellucid.evidence.trace import header as headers
 from pellucid.evidence.trace import layout, measures
 from pellucid.evidence.trace.header import MARKS, TENSORS, WORKS, Header, StageTime

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pellucid.core import loop as engine
+from pellucid.core.batch import Denoiser, Observer
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import Denoiser, Observer
 from pellucid.core.noise import NoiseSource
 from pellucid.core.plan import Plan
 from pellucid.evidence.trace import header as headers

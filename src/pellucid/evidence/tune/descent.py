@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,47 +12,51 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from pellucid.core import target as targets
+from pellucid.core.batch import BindsToRun, Denoiser, Prediction, State, update
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import BindsToRun, Denoiser, Prediction, State, advance
-from pellucid.core.noise import Philox
 from pellucid.core.plan import Plan, Row
 from pellucid.core.schedule import Level
+from pellucid.core.table import ANCHOR_WEIGHTS, COLUMNS, X_WEIGHTS, Use
 from pellucid.evidence.study.kernel import check_whole
 from pellucid.evidence.tune.model import TuningModel
-from pellucid.evidence.tune.table import KNOBS, WHAT, Soft, SoftLevel, Table, TableValues, What
+from pellucid.evidence.tune.table import KNOBS, WHAT, SoftLevel, Table, TableValues, What
 from pellucid.evidence.tune.teacher import Truth, distance, errors
 
 # --- a table through the loop -------------------------------------------------------------------------------------
 
 KEEP_BYTES = 2 * 2**30  # of activations in a CPU's memory; beyond that they are computed a second time
-_SILENT = Philox(0)  # a deterministic plan draws nothing
 _Call = Callable[[Tensor, Any, Any], Tensor]
 
 
 def travel(table: Table, values: TableValues, denoiser: Denoiser, noise: Tensor, recompute: bool) -> Tensor:
     """x at the end of a table, from unit noise (B, …)."""
     call = _called(table, values, denoiser, len(noise), recompute)
-    state = State(noise * values.sigmas[0].to(noise), None, [])
-    active = range(len(noise))
-    plan = SimpleNamespace(basis=table.plan.basis, guided=False)  # as much of one as a row of the loop needs
+    state = State(noise * values.sigmas[0].to(noise))
     for i in range(table.steps):
-        row = _row_at(values, i, noise)
-        state, _, _ = advance([plan], (row,), state, call, _SILENT, active, 3)  # type: ignore[list-item]
+        level, time = _call_at(values, i, noise)
+        found = Prediction(call(state.x, level, time))
+        use, line = _line_at(table, values, i, level, noise)
+        state = update(state, use, line, state.x, found, None, 3)
     return state.x
 
 
-def _row_at(values: TableValues, i: int, like: Tensor) -> Any:
-    """One row of tensors, on x's device."""
-    x, anchor = values.weights[i]
+def _call_at(values: TableValues, i: int, like: Tensor) -> tuple[SoftLevel, Tensor]:
+    """The level and the times of one row, on x's device."""
     level = SoftLevel(values.alphas[i].to(like.device), values.sigmas[i].to(like.device), values.ratios[i])
-    time = values.times[i].to(like.device).expand(len(like))
-    soft = None if anchor is None else _soften(anchor, like)
-    return Row(level, time, _soften(x, like), soft)  # type: ignore[arg-type]
+    return level, values.times[i].to(like.device).expand(len(like))
 
 
-def _soften(weights: Soft, like: Tensor) -> Any:
-    """Weights in x's precision, on its device."""
-    return tuple((r, w.to(like)) for r, w in weights)
+def _line_at(table: Table, values: TableValues, i: int, level: SoftLevel, like: Tensor) -> tuple[Use, Tensor]:
+    """One line of the device table (1, columns) that gradients flow through, and which registers it uses."""
+    x, anchor = values.weights[i]
+    basis = targets.from_x0(table.plan.basis, level)  # type: ignore[arg-type]
+    cells: dict[int, Any] = {X_WEIGHTS + r: w for r, w in x} | {ANCHOR_WEIGHTS + r: w for r, w in anchor or ()}
+    cells |= dict(zip((COLUMNS["b_x"], COLUMNS["b_0"]), basis, strict=True))
+    line = [torch.as_tensor(cells.get(column, 0.0)).to(like) for column in range(len(COLUMNS))]
+    kept = None if anchor is None else tuple(r for r, _ in anchor)
+    use = Use(tuple(r for r, _ in x), kept, basis != (0.0, 1.0), held=False, churn=False, draws=False)
+    return use, torch.stack(line)[None]
 
 
 def _called(table: Table, values: TableValues, denoiser: Denoiser, count: int, recompute: bool) -> _Call:
@@ -91,9 +94,9 @@ def too_heavy(table: Table, denoiser: Denoiser, noise: Tensor) -> bool:
         return tensor
 
     values = table.values(table.zeros())
-    row = _row_at(values, table.steps - 1, noise)
+    level, time = _call_at(values, table.steps - 1, noise)
     with saved_tensors_hooks(count, lambda tensor: tensor):
-        _called(table, values, denoiser, len(noise), False)(noise.detach().requires_grad_(), row.level, row.time)
+        _called(table, values, denoiser, len(noise), False)(noise.detach().requires_grad_(), level, time)
     on_gpu = noise.device.type == "cuda"
     room = torch.cuda.mem_get_info(noise.device)[0] // 2 if on_gpu else KEEP_BYTES  # on a GPU half of what is free
     return table.steps * sum(sizes.values()) > room

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pellucid import scenes
 from pellucid.core import target as targets
+from pellucid.core.batch import Denoiser
 from pellucid.core.denoiser import NetworkDenoiser, input_scale, sigma_data_of
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import Denoiser
 from pellucid.core.noise import Philox, check_seed
 from pellucid.core.oracle import Mixture
 from pellucid.core.schedule import Schedule, Target

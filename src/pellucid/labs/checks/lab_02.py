@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import pellucid
-from pellucid.core.loop import StepSeen
+from pellucid.core.batch import StepSeen
 from pellucid.labs.answers import Check, Mistake
 from pellucid.labs.checks.tensors import off
 from pellucid.pipeline.encoders.text import encode_prompts

@@ -29,7 +29,7 @@ import torch
 
 import pellucid
 from pellucid import scenes
-from pellucid.core.loop import mix
+from pellucid.core.table import mix
 from pellucid.interop.source import bundled
 from pellucid.labs import few
 from pellucid.pipeline.images import to_images
