@@ -28,6 +28,7 @@ from trace_runs import SEEDS, SHAPE, denoiser, plan_of, record
 import pellucid
 from pellucid import Cancelled, Guidance, Job, Level, PellucidError, StepSeen, oracle, run, run_batch
 from pellucid.core.samplers import REGISTRY
+from pellucid.core.table import COLUMNS
 from pellucid.evidence import trace
 from pellucid.evidence.trace import Recorder, layout, measures, recorder
 from pellucid.models.rules import CFGZero, Interval

@@ -25,7 +25,10 @@ from pellucid import (
     run_batch,
     schedules,
 )
+from pellucid.core.batch import Batch, Entry, StepSeen
 from pellucid.core.denoiser import input_scale, read_output
+from pellucid.core.loop import loop
+from pellucid.core.noise import Philox
 from pellucid.core.oracle import Mixture
 from pellucid.models.guidance import Guidance, Ramp
 from pellucid.models.guided import GuidedDenoiser
@@ -474,10 +477,6 @@ REFUSED = [
         r"output of the network must be of shape \(4, 4, 5, 7\); got \(4, 3, 5, 7\)",
     ),
     (
-        lambda: GuidedDenoiser(Toy(), SCALED, "eps", told(2, 1), told(2, 2), [Guidance(7.0), Guidance(7.0, (PAG(),))]),
-        "guidance of one batch must have the same rules",
-    ),
-    (
         lambda: GuidedDenoiser(Toy(), SCALED, "eps", told(2, 1), told(2, 2), [Guidance(7.0)] * 3).bind([None] * 2),
         "guidance must be one, or one for each of 2 images; got 3.",
     ),
@@ -499,3 +498,103 @@ def test_a_weight_of_0_costs_nothing() -> None:
     assert network.calls == [(2, "")]
     assert weak.calls == []
     assert list(found.parts) == ["cond"]
+
+
+# --- mixed batches ------------------------------------------------------------------------------------------------
+
+MIXED = (
+    "guarded 9",
+    "9",
+    "1",
+    "7 + interval start=0.2 stop=0.7",
+    "5 + apg",
+    "4 + pag",
+    "3 + rescale + mimic",
+    "off",
+    "2 + cfg_zero",
+)
+
+
+def tree(tree: dict[str, Tensor], images: list[int]) -> dict[str, Tensor]:
+    return {name: leaf[images] for name, leaf in tree.items()}
+
+
+def test_images_with_other_rules_share_a_batch_and_are_as_alone() -> None:
+    guidances = [Guidance.parse(text) for text in MIXED]
+    cond, uncond, x = told(len(MIXED), 1), told(len(MIXED), 2), noise(len(MIXED))
+    plan = compile_plan("dpmpp_2m", steps=10)
+    together = run(plan, GuidedDenoiser(Toy(), SCALED, "eps", cond, uncond, guidances), x)
+    for i, guidance in enumerate(guidances):
+        own = GuidedDenoiser(Toy(), SCALED, "eps", tree(cond, [i]), tree(uncond, [i]), guidance)
+        assert torch.equal(together[i : i + 1], run(plan, own, x[i : i + 1])), MIXED[i]
+
+
+def test_a_mixed_batch_pays_for_the_calls_of_each_image_alone() -> None:
+    network, plan = Toy(), compile_plan("euler", steps=10)
+    texts = ("7", "1", "7 + interval start=0.2 stop=0.7")
+    mixed = GuidedDenoiser(network, SCALED, "eps", told(3, 1), told(3, 2), [Guidance.parse(t) for t in texts])
+    run(plan, mixed, noise(3))
+    assert [count for count, _ in network.calls] == [4, 4, 5, 5, 5, 5, 5, 4, 4, 4]
+
+
+def test_parts_of_a_mixed_batch_have_every_image() -> None:
+    seen = []
+    guidances = [Guidance.parse("7 + rescale"), Guidance(1.0)]
+    mixed = GuidedDenoiser(Toy(), SCALED, "eps", told(2, 1), told(2, 2), guidances)
+    run(
+        compile_plan("euler", steps=2),
+        mixed,
+        noise(2),
+        observers=[lambda step: seen.append(dict(step.parts) | {"x0": step.x0})],
+    )
+    assert set(seen[0]) == {"cond", "uncond", "cfg", "rescale", "x0"}
+    assert torch.equal(seen[0]["cond"][1], seen[0]["x0"][1])
+    assert torch.equal(seen[0]["rescale"], seen[0]["x0"])
+    assert not torch.equal(seen[0]["uncond"][0], seen[0]["cond"][0])
+    assert torch.equal(seen[0]["uncond"][1], seen[0]["cond"][1])  # it made no unconditional call
+
+
+class Texts(nn.Module):
+    """Adds the mean of the tokens that are seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int]] = []
+
+    def forward(self, x: Tensor, time: Tensor, context: Tensor, *, context_mask: Tensor | None = None) -> Tensor:
+        self.calls.append((len(x), context.shape[1]))
+        mask = torch.ones(context.shape[:2]) if context_mask is None else context_mask.float()
+        mean = (context * mask[:, :, None]).sum((1, 2)) / mask.sum(1)
+        return x * 0.5 / (1.0 + x * x) + mean[:, None, None, None]
+
+
+def text_entry(network: nn.Module, tokens: int, seed: int, guidance: str) -> Entry:
+    generator = torch.Generator().manual_seed(seed)
+    cond, uncond = ({"context": torch.randn(1, tokens, 8, generator=generator)} for _ in range(2))
+    plan = compile_plan("dpmpp_2m", steps=6)
+    own = GuidedDenoiser(network, SCALED, "eps", cond, uncond, Guidance.parse(guidance))
+    return Entry([plan], own, noise(1, seed) * plan.initial_scale, Philox(seed))
+
+
+def test_prompts_of_other_lengths_join_one_lane() -> None:
+    network = Texts()
+    asked = [(77, 1, "7"), (154, 2, "5 + rescale"), (77, 3, "1"), (231, 4, "guarded 9")]
+    entries, batch = [text_entry(network, *one) for one in asked], Batch()
+    for entry in entries:
+        batch.join(entry)
+    while batch.entries:
+        batch.step()
+    assert network.calls == [(7, 231)] * 6
+    for one, entry in zip(asked, entries, strict=True):
+        again = text_entry(network, *one)
+        wanted = loop(again.plans, again.denoiser, again.x, again.noise, (), (), None)
+        assert entry.error is None
+        assert off(entry.result, wanted) < 1e-5  # sums over padded tokens round otherwise
+
+
+def test_entries_of_other_networks_or_inputs_keep_lanes_of_their_own() -> None:
+    first, other = text_entry(Texts(), 77, 1, "7"), text_entry(Texts(), 77, 2, "7")
+    batch = Batch()
+    for entry in (first, other):
+        batch.join(entry)
+    assert len(batch.lanes) == 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pellucid.core.batch import Batch, Constraint, Denoiser, Entry, Observer
 from pellucid.core.errors import PellucidError, PellucidWarning, PlanError, rule
-from pellucid.core.noise import NoiseSource, Philox, seed_list
+from pellucid.core.noise import NoiseSource, PerImage, Philox, seed_list
 from pellucid.core.plan import Plan
 from pellucid.core.schedule import Schedule, to_dict
 
@@ -102,11 +102,15 @@ def starting_point(
 
 @dataclass(frozen=True)
 class Job:
-    """One image of a mixed batch: its own plan, seed, and first x (noise of the plan's scale where None)."""
+    """One image of a mixed batch: its own plan, seed, first x (noise of the plan's scale where None) and noise source.
+
+    A source of its own, such as `TorchStream(3)`, is of one image; by default it is `Philox(seed)`.
+    """
 
     plan: Plan
     seed: int = 0
     x: Tensor | None = None
+    noise: NoiseSource | None = None
 
 
 def run_batch(
@@ -123,7 +127,9 @@ def run_batch(
     """Runs images with different plans in one batch, each at its own row; equal to running each alone."""
     if not jobs:
         raise PellucidError(rule("jobs", "at least one", 0), "jobs")
-    source = Philox([job.seed for job in jobs])
+    source: NoiseSource = Philox([job.seed for job in jobs])
+    if any(job.noise is not None for job in jobs):
+        source = PerImage([Philox(job.seed) if job.noise is None else job.noise for job in jobs])
     like = torch.empty(0, dtype=dtype, device=device)
     starts = []
     for i, job in enumerate(jobs):
@@ -134,6 +140,10 @@ def run_batch(
     plans = [job.plan for job in jobs]
     for plan in plans:
         check_fits(plan, getattr(denoiser, "schedule", None), getattr(denoiser, "target", None))
+    for one in starts:
+        if one.shape != starts[0].shape:
+            must = f"of one shape in a batch, {tuple(starts[0].shape)}"
+            raise PellucidError(rule("x", must, tuple(one.shape), "Run other sizes as another batch."), "shape")
     x = torch.stack(starts)
     with torch.no_grad():
         return _in_range(plans, denoiser, loop(plans, denoiser, x, source, observers, constraints, cancelled))

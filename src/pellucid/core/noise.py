@@ -247,6 +247,28 @@ class TorchStream:
         self.first(like.shape[1:], like, images)
 
 
+class PerImage:
+    """A source for each image of a batch, so that torch's streams stand beside addressed noise."""
+
+    def __init__(self, sources: Sequence[NoiseSource]) -> None:
+        self.sources = list(sources)
+
+    def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
+        return torch.cat([self.sources[i].first(shape, like, [0]) for i in images])
+
+    def beside(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
+        return torch.cat([self.sources[i].beside(shape, like, [0]) for i in images])
+
+    def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
+        parts = [self.sources[i].step(draws, span, like[k : k + 1], [0]) for k, i in enumerate(images)]
+        return torch.cat(parts)
+
+    def discard(self, like: Tensor, images: Sequence[int]) -> None:
+        for k, i in enumerate(images):
+            if hasattr(self.sources[i], "discard"):
+                self.sources[i].discard(like[k : k + 1], [0])
+
+
 def draw(source: NoiseSource, row: Row, pre: bool, like: Tensor, images: Sequence[int]) -> Tensor:
     """The noise that a row asks for."""
     draws, span = (row.pre_draws, row.pre_span) if pre else (row.draws, row.span)

@@ -1,7 +1,7 @@
-"""The guided denoiser: a network, what it is told with and without the prompt, and guidance → x0 at a level.
+"""The guided denoiser: a network, what is passed to it with and without the prompt, and guidance → x0 at a level.
 
-cond and uncond are one batched call. Where no image of the batch is guided, uncond is not asked for. The rules act in
-one order, whatever the order in which they were given: combine cond and uncond; add what leads away from worse
+The calls of all images are one packed batch: an image that is guided at a row makes two, any other one. The rules act
+in one order, whatever the order in which they were given: combine cond and uncond; add what leads away from worse
 predictions; rescale; bound the range; zero the first steps. Each leaves its prediction among the parts of the step.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from pellucid.models.inputs import Inputs
 from pellucid.models.rules import AutoGuidance, CFGZero, Extra, Space, along
 
 Network = Callable[..., Tensor]
+Line = Mapping[str, Tensor]  # numbers of the rows that images are at, by name, shaped to broadcast against x
 _OFF = Guidance(1.0)
 
 
@@ -39,8 +41,11 @@ class Terms(Mapping[str, Tensor]):
     step is shown: a compiled network may write its next output into the same memory.
     """
 
-    def __init__(self, x: Tensor, levels: Sequence[Level], schedule: Schedule, target: Target) -> None:
+    def __init__(
+        self, x: Tensor, levels: Sequence[Level], schedule: Schedule, target: Target, line: Line | None = None
+    ) -> None:
         self.x, self.levels, self.schedule, self.target = x, levels, schedule, target
+        self.line = line  # where the numbers are on a device already
         self.scales: tuple[float, ...] = ()  # of this call: one for all images, or one per image
         self.known: dict[str, dict[Space, Tensor]] = {}
 
@@ -52,7 +57,11 @@ class Terms(Mapping[str, Tensor]):
         forms = self.known[name]
         if space not in forms:
             source, value = next(iter(forms.items()))
-            forms[space] = self.convert(value, [self.numbers(source, space, level) for level in self.levels])
+            if self.line is not None:
+                k_x, k = self.line[f"{source}>{space}.x"], self.line[f"{source}>{space}.k"]
+                forms[space] = torch.addcmul(self.x * k_x, value, k)
+            else:
+                forms[space] = self.convert(value, [self.numbers(source, space, level) for level in self.levels])
         return forms[space]
 
     def reading(self, name: str) -> tuple[Tensor, list[tuple[float, float]]]:
@@ -116,17 +125,15 @@ class GuidedDenoiser:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", targets.named(self.target))
-        first, *others = self.guidances
-        if any(other.acts != first.acts for other in others):
-            raise PellucidError(
-                "guidance of one batch must have the same rules for every image, apart from scale and interval; "
-                "got several. Run them as several batches.",
-                "guidance-mixed",
-            )
-        if self.uncond is None and any(g.needs_uncond for g in self.guidances):
-            wanted = f"given for guidance {first.text()}"
+        if self.uncond is None and (asking := next((g for g in self.guidances if g.needs_uncond), None)):
+            wanted = f"given for guidance {asking.text()}"
             raise PellucidError(rule("uncond", wanted, None, "Give an empty prompt's inputs, or scale 1."), "guidance")
-        self.check_extras(first.extras)
+        self.check_extras([extra for g in self.guidances for extra in g.extras])
+
+    def calls_as(self, other: GuidedDenoiser) -> bool:
+        """Whether another denoiser's images can be in the same calls."""
+        mine, its = ((d.network, d.schedule, d.target, d.dtype) for d in (self, other))
+        return mine[0] is its[0] and mine[1:] == its[1:]
 
     @property
     def guidances(self) -> Sequence[Guidance]:
@@ -145,7 +152,7 @@ class GuidedDenoiser:
                 )
 
     def bind(self, plans: Sequence[Plan | None]) -> GuidedRun:
-        """A fresh run, one plan an image. The loop calls this; a run shares nothing with another."""
+        """A fresh run, one plan per image. The batch calls this; a run shares nothing with another."""
         guidances, count = self.guidances, len(plans)
         if len(guidances) not in (1, count):
             raise PellucidError(rule("guidance", f"one, or one for each of {count} images", len(guidances)), "guidance")
@@ -153,14 +160,14 @@ class GuidedDenoiser:
             if given is not None:
                 trees.check(given, count)
         made: dict[tuple[int, int], PlanGuidance] = {}
-        bounds = []
+        images = []
         for i, plan in enumerate(plans):
             own = guidances[i % len(guidances)]
             key = (id(own), id(plan))
             made[key] = made.get(key) or own.bind(plan, self.schedule)
-            bounds.append(made[key])
-        apart = [plan is not None and plan.guided and not self.keep_raw for plan in plans]
-        return GuidedRun(self, guidances[0], bounds, apart, self.cond, self.uncond)
+            apart = plan is not None and plan.guided and not self.keep_raw
+            images.append(_Image(made[key], apart, self.x0_filter, self.keep_raw))
+        return GuidedRun(self, images, Calls.of(self.cond, self.uncond, count))
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
         """One call outside of a run: only for guidance that does not ask where a run stands."""
@@ -183,88 +190,294 @@ def _takes(network: Network, name: str) -> bool:
     return name in known or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
 
 
+@dataclass(frozen=True)
+class _Image:
+    """What one image of a run wants of its prediction."""
+
+    bound: PlanGuidance
+    apart: bool  # its sampler keeps uncond apart (CFG++)
+    x0_filter: Filter | None
+    keep_raw: bool
+
+    @property
+    def rules(self) -> tuple[Any, ...]:
+        """What images must share to be corrected together."""
+        return self.bound.guidance.acts, self.x0_filter, self.keep_raw
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The inputs of all calls that a run can make: `sources` has a row for each, of which every step takes some."""
+
+    sources: Inputs
+    cond: tuple[int, ...]  # the row of each image with its prompt
+    uncond: tuple[int | None, ...]  # and without it
+    taken: dict[tuple[int, ...], Inputs] = field(default_factory=dict)  # the rows of the last step
+
+    @staticmethod
+    def of(cond: Inputs, uncond: Inputs | None, count: int) -> Calls:
+        """Of `count` images; the rows without a prompt come first, as they do in a call."""
+        if uncond is None:
+            return Calls(cond, tuple(range(count)), (None,) * count)
+        return Calls(trees.join(uncond, cond), tuple(range(count, 2 * count)), tuple(range(count)))
+
+    @property
+    def rows(self) -> int:
+        return len(self.cond) + sum(row is not None for row in self.uncond)
+
+    def take(self, rows: Sequence[int]) -> Inputs:
+        """The inputs of these rows."""
+        key = tuple(rows)
+        if key == tuple(range(self.rows)):
+            return self.sources
+        if key not in self.taken:
+            self.taken.clear()
+            self.taken[key] = trees.pick(self.sources, key)
+        return self.taken[key]
+
+    def select(self, images: Sequence[int]) -> Calls:
+        """The calls of some images."""
+        uncond, cond = [self.uncond[i] for i in images], [self.cond[i] for i in images]
+        rows = [*(row for row in uncond if row is not None), *cond]
+        place = {row: k for k, row in enumerate(rows)}
+        found = tuple(None if row is None else place[row] for row in uncond)
+        return Calls(trees.pick(self.sources, rows), tuple(place[row] for row in cond), found)
+
+    def merge(self, other: Calls) -> Calls | None:
+        """The calls of both; None where their inputs are of different forms."""
+        both = trees.even(self.sources, other.sources)
+        if both is None:
+            return None
+        size = self.rows
+        uncond = (*self.uncond, *(None if row is None else size + row for row in other.uncond))
+        return Calls(trees.join(*both), (*self.cond, *(size + row for row in other.cond)), uncond)
+
+
 @dataclass
 class GuidedRun:
-    """One run of a guided denoiser: its doses, its inputs, and what its rules remember."""
+    """One run of a guided denoiser: its images, the calls that they make, and what their rules remember.
+
+    Images with other rules share the network's calls. An image that is not guided at a row makes one call there.
+    """
 
     owner: GuidedDenoiser
-    guidance: Guidance  # the rules, which all images share
-    bounds: list[PlanGuidance]  # one per image
-    apart: list[bool]  # whose sampler keeps uncond apart (CFG++)
-    cond: Inputs
-    uncond: Inputs | None
-    both: Inputs | None = None
-    past: Tensor | None = None
+    images: list[_Image]
+    calls: Calls
+    groups: list[_Group] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            together: dict[Any, list[int]] = {}
+            for i, image in enumerate(self.images):
+                together.setdefault(image.rules, []).append(i)
+            self.groups = [_Group(self.owner, at, [self.images[i] for i in at]) for at in together.values()]
+
+    @property
+    def past(self) -> tuple[Tensor | None, ...]:
+        """What the rules remember of the calls before this one."""
+        return tuple(group.past for group in self.groups)
+
+    @past.setter
+    def past(self, past: tuple[Tensor | None, ...]) -> None:
+        for group, own in zip(self.groups, past, strict=True):
+            group.past = own
 
     def select(self, images: Sequence[int]) -> GuidedRun:
-        if len(images) == len(self.bounds):
+        if len(images) == len(self.images):
             return self
-        return replace(
-            self,
-            bounds=[self.bounds[i] for i in images],
-            apart=[self.apart[i] for i in images],
-            cond=trees.pick(self.cond, images),
-            uncond=None if self.uncond is None else trees.pick(self.uncond, images),
-            both=None,
-            past=None if self.past is None else self.past[list(images)],
-        )
+        groups = [group.select(images) for group in self.groups]
+        chosen = [self.images[i] for i in images]
+        return GuidedRun(self.owner, chosen, self.calls.select(images), [g for g in groups if g.at])
+
+    def merge(self, other: object) -> GuidedRun | None:
+        """Both runs as one, where they call the same network in the same way."""
+        if not isinstance(other, GuidedRun) or not self.owner.calls_as(other.owner):
+            return None
+        calls = self.calls.merge(other.calls)
+        if calls is None:
+            return None
+        first = len(self.images)
+        groups = [replace(group) for group in self.groups]
+        for group in other.groups:
+            moved = replace(group, at=[first + i for i in group.at])
+            same = next((g for g in groups if g.joins(moved)), None)
+            if same is None:
+                groups.append(moved)
+            else:
+                same.extend(moved)
+        return GuidedRun(self.owner, [*self.images, *other.images], calls, groups)
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
-        if len(x) != len(self.bounds):
-            raise PellucidError(rule("x", f"a batch of {len(self.bounds)} images, as bound", len(x)), "shape")
+        if len(x) != len(self.images):
+            raise PellucidError(rule("x", f"a batch of {len(self.images)} images, as bound", len(x)), "shape")
         levels = split(level) if isinstance(level, Batched) else [level]
         doses = self.doses(levels)
-        owner = self.owner
-        terms = Terms(x, levels, owner.schedule, owner.target)
-        terms.scales = tuple(dose.scale for dose in doses)
-        name = ""
-        if not all(dose.zero for dose in doses):
-            self.predict(terms, time, doses)
-            name = self.correct(terms, self.add(terms, self.combine(terms, doses), doses), doses)
-        if any(dose.zero for dose in doses):
-            name = self.zero(terms, name, doses)
-        x0 = self.settle(terms, name, doses)
-        x0 = x0 if owner.x0_filter is None else owner.x0_filter(x0)
-        return Prediction(x0, terms[name] if owner.keep_raw else self.uncond_apart(terms, x0, doses), terms)
+        outputs = self.predict(x, levels, time, doses)
+        made = [group.settle(x, levels, doses, outputs) for group in self.groups]
+        return made[0] if len(made) == 1 else _together(x, self.groups, made)
 
     def doses(self, levels: Sequence[Level]) -> list[Dose]:
         """One for all images where they agree, or one per image."""
-        first = self.bounds[0]
-        if len(levels) == 1 and all(bound is first for bound in self.bounds):
+        first = self.images[0].bound
+        if len(levels) == 1 and all(image.bound is first for image in self.images):
             return [first.at(levels[0])]
-        found = [bound.at(levels[i % len(levels)]) for i, bound in enumerate(self.bounds)]
+        found = [image.bound.at(levels[i % len(levels)]) for i, image in enumerate(self.images)]
         return found[:1] if all(dose == found[0] for dose in found) else found
 
-    def asks_uncond(self, doses: Sequence[Dose]) -> bool:
-        if any(dose.guided and not dose.zero for dose in doses):
-            return True
-        return self.uncond is not None and any(self.keeps_apart(doses))
+    def asks_uncond(self, doses: Sequence[Dose]) -> list[int]:
+        """The images that make an unconditional call."""
+        asking = []
+        for i, (image, row) in enumerate(zip(self.images, self.calls.uncond, strict=True)):
+            dose = doses[i % len(doses)]
+            if not dose.zero and (dose.guided or (row is not None and image.apart and dose.inside)):
+                asking.append(i)
+        return asking
 
-    def keeps_apart(self, doses: Sequence[Dose]) -> list[bool]:
-        return [apart and (d := doses[i % len(doses)]).inside and not d.zero for i, apart in enumerate(self.apart)]
-
-    def predict(self, terms: Terms, time: Any, doses: Sequence[Dose]) -> None:
-        """Asks the network for every prediction that some image needs at this level."""
-        x, owner = terms.x, self.owner
-        scales = [input_scale(owner.schedule, level) for level in terms.levels]
+    def predict(self, x: Tensor, levels: Sequence[Level], time: Any, doses: Sequence[Dose]) -> dict[str, Tensor]:
+        """Asks the network for every prediction that some image needs at this level, as raw outputs of the batch."""
+        owner, calls = self.owner, self.calls
+        if all(dose.zero for dose in doses):
+            return {}
+        scales = [input_scale(owner.schedule, level) for level in levels]
         scaled = x if all(s == 1.0 for s in scales) else x * column(scales, x, len(scales) == 1)
         scaled = scaled if owner.dtype is None else scaled.to(owner.dtype)
         told = time.to(x) if isinstance(time, Tensor) else torch.full((len(x),), time, dtype=x.dtype, device=x.device)
-        if self.asks_uncond(doses):
-            if self.both is None:
-                assert self.uncond is not None
-                self.both = trees.join(self.uncond, self.cond)
-            out = owner.network(torch.cat([scaled, scaled]), torch.cat([told, told]), **self.both)
-            uncond, cond = read(out, x, 2).chunk(2)
-            terms.put("cond", "raw", cond)
-            terms.put("uncond", "raw", uncond)
+        asking = self.asks_uncond(doses)
+        rows = [*(row for i in asking if (row := calls.uncond[i]) is not None), *calls.cond]
+        inputs = calls.take(rows)
+        if not asking:
+            found = {"cond": read(owner.network(scaled, told, **inputs), x)}
         else:
-            terms.put("cond", "raw", read(owner.network(scaled, told, **self.cond), x))
+            whole = len(asking) == len(x)
+            first = (scaled, told) if whole else (scaled[asking], told[asking])
+            out = owner.network(torch.cat([first[0], scaled]), torch.cat([first[1], told]), **inputs)
+            uncond, cond = read(out, x, len(rows)).split([len(asking), len(x)])
+            if not whole:  # an image that is not guided has the prediction with its prompt
+                uncond = cond.clone().index_copy_(0, torch.tensor(asking, device=x.device), uncond)
+            found = {"cond": cond, "uncond": uncond}
+        for group in self.groups:
+            for term, (at, network, told_too) in group.asks_terms(doses).items():
+                whole = len(at) == len(x)
+                own = (scaled, told) if whole else (scaled[at], told[at])
+                inputs = calls.take(calls.cond) if whole else trees.pick(calls.sources, [calls.cond[i] for i in at])
+                out = read(network(*own, **inputs, **told_too), x, len(at))
+                found[term] = out if whole else _spread(out, at, found.get(term, found["cond"]))
+        return found
+
+
+def _spread(part: Tensor, at: Sequence[int], whole: Tensor) -> Tensor:
+    """A batch with other values at some positions."""
+    return whole.clone().index_copy_(0, torch.tensor(list(at), device=whole.device), part)
+
+
+def _together(x: Tensor, groups: Sequence[_Group], made: Sequence[Prediction]) -> Prediction:
+    """The predictions of groups of images as one batch; by name, those of an image without a rule are its x0."""
+    order = torch.tensor([i for group in groups for i in group.at], device=x.device).argsort()
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors))[order]
+
+    x0 = joined([one.x0 for one in made])
+    apart = any(one.uncond is not None for one in made)
+    uncond = joined([one.x0 if one.uncond is None else one.uncond for one in made]) if apart else None
+    names = list(dict.fromkeys(name for one in made for name in one.parts))
+    reads = {name: partial(_read_part, joined, made, name) for name in names}
+    return Prediction(x0, uncond, _Parts(reads))
+
+
+def _read_part(joined: Callable[[Sequence[Tensor]], Tensor], made: Sequence[Prediction], name: str) -> Tensor:
+    return joined([one.parts.get(name, one.x0) for one in made])
+
+
+class _Parts(Mapping[str, Tensor]):
+    """Predictions by name, made when they are read."""
+
+    def __init__(self, reads: Mapping[str, Callable[[], Tensor]]) -> None:
+        self.reads = reads
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.reads[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.reads
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.reads)
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+
+@dataclass
+class _Group:
+    """Images of one run with the same rules, and what these remember."""
+
+    owner: GuidedDenoiser
+    at: list[int]  # the positions of its images in the batch
+    images: list[_Image]
+    past: Tensor | None = None
+
+    @property
+    def guidance(self) -> Guidance:
+        """The rules, which all of its images share."""
+        return self.images[0].bound.guidance
+
+    def select(self, images: Sequence[int]) -> _Group:
+        """What is left of it when only these images of the batch run on, at their new positions."""
+        place = {image: k for k, image in enumerate(images)}
+        kept = [k for k, image in enumerate(self.at) if image in place]
+        past = None if self.past is None or not kept else self.past[kept]
+        return replace(self, at=[place[self.at[k]] for k in kept], images=[self.images[k] for k in kept], past=past)
+
+    def joins(self, other: _Group) -> bool:
+        """Whether another run's group has the same rules; those that remember are left apart."""
+        alone = self.past is not None or other.past is not None
+        return not alone and self.images[0].rules == other.images[0].rules and self.owner.weak is other.owner.weak
+
+    def extend(self, other: _Group) -> None:
+        self.at, self.images = [*self.at, *other.at], [*self.images, *other.images]
+
+    def asks_terms(self, doses: Sequence[Dose]) -> dict[str, tuple[list[int], Network, dict[str, Any]]]:
+        """What the extra terms that act now are made of: whose, by which network, and what is passed to it besides."""
+        found: dict[str, tuple[list[int], Network, dict[str, Any]]] = {}
+        own = self.doses_of(doses)
         for k, extra in enumerate(self.guidance.extras):
-            if any(dose.extras[k] for dose in doses):
-                network = owner.weak if isinstance(extra, AutoGuidance) else owner.network
+            if any(dose.extras[k] for dose in own):
+                network = self.owner.weak if isinstance(extra, AutoGuidance) else self.owner.network
                 assert network is not None
-                terms.put(extra.term, "raw", read(network(scaled, told, **self.cond, **extra.told), x))
+                found[extra.term] = (self.at, network, extra.told)
+        return found
+
+    def doses_of(self, doses: Sequence[Dose]) -> Sequence[Dose]:
+        """The doses of its images, one for all where they agree."""
+        if len(doses) == 1:
+            return doses
+        own = [doses[i] for i in self.at]
+        return own[:1] if all(dose == own[0] for dose in own) else own
+
+    def settle(
+        self, x: Tensor, levels: Sequence[Level], doses: Sequence[Dose], outputs: Mapping[str, Tensor]
+    ) -> Prediction:
+        """The guided x0 of its images, from the network's outputs for the batch."""
+        owner, whole = self.owner, len(self.at) == len(x)
+        own, doses = x if whole else x[self.at], self.doses_of(doses)
+        if len(levels) > 1:
+            levels = [levels[i] for i in self.at]
+        terms = Terms(own, levels, owner.schedule, owner.target)
+        terms.scales = tuple(dose.scale for dose in doses)
+        named = {"cond", "uncond", *(extra.term for extra in self.guidance.extras)}
+        for name in outputs:
+            if name in named:
+                terms.put(name, "raw", outputs[name] if whole else outputs[name][self.at])
+        name = ""
+        if not all(dose.zero for dose in doses):
+            name = self.correct(terms, self.add(terms, self.combine(terms, doses), doses), doses)
+        if any(dose.zero for dose in doses):
+            name = self.zero(terms, name, doses)
+        x0 = self.finish(terms, name, doses)
+        first = self.images[0]
+        x0 = x0 if first.x0_filter is None else first.x0_filter(x0)
+        return Prediction(x0, terms[name] if first.keep_raw else self.uncond_apart(terms, x0, doses), terms)
 
     def combine(self, terms: Terms, doses: Sequence[Dose]) -> str:
         """cond and uncond into one; an image whose scale is 1 keeps cond."""
@@ -313,14 +526,15 @@ class GuidedRun:
         empty = torch.zeros_like(terms.x) if on is None else terms.within(name, way.space).masked_fill(on, 0.0)
         return terms.put("zero_init", way.space, empty)
 
-    def settle(self, terms: Terms, name: str, doses: Sequence[Dose]) -> Tensor:
+    def finish(self, terms: Terms, name: str, doses: Sequence[Dose]) -> Tensor:
         """The x0 of the last rule; that of cond, bit by bit, for an image that nothing changed in a batch of others."""
         on = _mask([dose.changed or dose.zero for dose in doses], terms.x) if len(doses) > 1 else None
         return terms[name] if on is None else torch.where(on, terms[name], terms["cond"])
 
     def uncond_apart(self, terms: Terms, x0: Tensor, doses: Sequence[Dose]) -> Tensor | None:
         """The unconditional x0 for the samplers that use it; an image that is not guided has x0 in its place."""
-        wanted = self.keeps_apart(doses)
+        pairs = zip(self.images, [*doses] * (len(self.images) // len(doses)), strict=True)
+        wanted = [image.apart and dose.inside and not dose.zero for image, dose in pairs]
         if "uncond" not in terms or not any(wanted):
             return None
         on = _mask(wanted, x0)
@@ -334,9 +548,9 @@ def _mask(wanted: Sequence[bool], like: Tensor) -> Tensor | None:
     return torch.tensor(list(wanted), device=like.device).reshape(-1, *([1] * (like.ndim - 1)))
 
 
-def read(out: Tensor, x: Tensor, times: int = 1) -> Tensor:
-    """The output in x's precision, without the channels of a learned variance."""
-    wanted = (len(x) * times, *x.shape[1:])
+def read(out: Tensor, x: Tensor, count: int | None = None) -> Tensor:
+    """The output of `count` calls, by default one per image, in x's precision, without a learned variance."""
+    wanted = (len(x) if count is None else count, *x.shape[1:])
     if x.ndim > 1 and out.ndim == x.ndim and out.shape[1] == 2 * x.shape[1]:
         out = out[:, : x.shape[1]]
     if tuple(out.shape) != wanted:

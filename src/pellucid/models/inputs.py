@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
@@ -56,6 +57,33 @@ def join(first: Inputs, second: Inputs) -> dict[str, Any]:
     return joined
 
 
+def even(first: Inputs, second: Inputs) -> tuple[Inputs, Inputs] | None:
+    """Two inputs with texts of one length, the shorter padded and masked; None where they cannot be one batch."""
+    both = first.get("context"), second.get("context")
+    lengths = [text.shape[1] for text in both if isinstance(text, Tensor)]
+    if len(lengths) == 2 and ("context_mask" in first or "context_mask" in second or lengths[0] != lengths[1]):
+        first, second = (_padded(tree, max(lengths)) for tree in (first, second))
+    try:
+        over(_check_alike, "inputs", first, second)
+    except PellucidError:
+        return None
+    return first, second
+
+
+def _padded(inputs: Inputs, length: int) -> Inputs:
+    """Inputs with a text of this length, and a mask of the tokens that are seen."""
+    context = inputs["context"]
+    mask = inputs.get("context_mask")
+    mask = context.new_ones(context.shape[:2], dtype=torch.bool) if mask is None else mask
+    more = length - context.shape[1]
+    return {**inputs, "context": F.pad(context, (0, 0, 0, more)), "context_mask": F.pad(mask, (0, more))}
+
+
+def _check_alike(name: str, a: Tensor, b: Tensor) -> None:
+    if a.shape[1:] != b.shape[1:]:
+        raise PellucidError(f"{name} must have one shape; got {tuple(a.shape)} and {tuple(b.shape)}.", "inputs")
+
+
 def pick(inputs: Inputs, images: Sequence[int]) -> dict[str, Any]:
     """The inputs of some images of the batch, in this order."""
     picked: dict[str, Any] = over(lambda _, leaf: leaf[list(images)], "inputs", inputs)
@@ -63,7 +91,7 @@ def pick(inputs: Inputs, images: Sequence[int]) -> dict[str, Any]:
 
 
 def check(inputs: Inputs, images: int) -> None:
-    """Every tensor has one row an image."""
+    """Every tensor has one row per image."""
 
     def look(name: str, leaf: Tensor) -> None:
         if leaf.ndim == 0 or len(leaf) != images:

@@ -425,10 +425,9 @@ class ControlledRun:
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
         levels = [level] * len(self.ratios) if isinstance(level, Level) else split(level)
-        self.switch.on = tuple(
-            tuple(_acts(control, one, own) for one, own in zip(levels, self.ratios, strict=True))
-            for control in self.controls
-        )
+        asking = self.run.asks_uncond(self.run.doses(levels))
+        pairs = [(levels[i], self.ratios[i]) for i in (*asking, *range(len(levels)))]  # of each call
+        self.switch.on = tuple(tuple(_acts(control, *pair) for pair in pairs) for control in self.controls)
         return self.run(x, level, time)
 
     def select(self, images: Sequence[int]) -> ControlledRun:
@@ -445,7 +444,7 @@ class HintSwitch:
 
     def __init__(self, network: Controlled) -> None:
         self.network = network
-        self.on: tuple[tuple[bool, ...], ...] = ()
+        self.on: tuple[tuple[bool, ...], ...] = ()  # by control, of the unconditional calls and of every image's own
 
     def forward(self, x: Tensor, time: Tensor, *, control: tuple[Hint, ...], **inputs: Any) -> Tensor:
         hints = tuple(self.hint(hint, on) for hint, on in zip(control, self.on, strict=True))
@@ -459,8 +458,8 @@ class HintSwitch:
             return hint
         if not any(on):
             return None
-        times = len(hint.scale) // len(on)  # cond and uncond of one batch
-        mask = torch.tensor([float(o) for o in on] * times).to(hint.scale).reshape(-1, 1, 1, 1)
+        own = on[-len(hint.scale) :]  # an extra term of guidance makes no unconditional call
+        mask = torch.tensor([float(o) for o in own]).to(hint.scale).reshape(-1, 1, 1, 1)
         return Hint(hint.embedded, hint.scale * mask)
 
 
