@@ -25,7 +25,7 @@ from pellucid import (
     run_batch,
     schedules,
 )
-from pellucid.core.batch import Batch, Entry, StepSeen
+from pellucid.core.batch import Batch, Entry
 from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.loop import loop
 from pellucid.core.noise import Philox
