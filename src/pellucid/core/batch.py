@@ -341,11 +341,21 @@ class _Lane:
         return parts
 
 
+class Stepper(Protocol):
+    """Takes all images of a batch through a row in a way of its own, such as a captured graph."""
+
+    def step(self, batch: Batch) -> tuple[Tensor, Prediction, list[Mapping[str, Tensor]]] | None:
+        """What the denoiser was called with, and what `predict` finds; the batch's state is set. None: step plainly."""
+
+    def close(self) -> None:
+        """The batch is over."""
+
+
 class Batch:
     """Images at their own rows, in registers of one shape; at most `capacity` of them."""
 
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int | None = None, stepper: Stepper | None = None) -> None:
+        self.capacity, self.stepper = capacity, stepper
         self.lanes: list[_Lane] = []
         self.state: State | None = None
         self.depth = 0
@@ -397,8 +407,23 @@ class Batch:
         if self.state is None:
             return left
         entries, places = self.entries, self._places()
-        mark, x = _mark_of(entries), self.state.x
-        lines = [entry.lines for entry in entries]
+        mark = _mark_of(entries)
+        mark("model")
+        x, found, parts = (self.stepper and self.stepper.step(self)) or self._step(entries, places, mark)
+        for entry, place, seen_parts in zip(entries, places, parts, strict=True):
+            with _failing(entry):
+                entry.discard(x[place])
+                if entry.observers or entry.constraints:
+                    self._show(entry, place, x, found, seen_parts, mark)
+            entry.index += 1
+        return left + self._leave_ended()
+
+    def _step(
+        self, entries: Sequence[Entry], places: Sequence[slice], mark: Mark
+    ) -> tuple[Tensor, Prediction, list[Mapping[str, Tensor]]]:
+        """One row of every image, operation by operation."""
+        assert self.state is not None
+        x, lines = self.state.x, [entry.lines for entry in entries]
         use = Use.union([entry.table.uses[line] for entry, own in zip(entries, lines, strict=True) for line in own])
         values = [entry.table.gather(own) for entry, own in zip(entries, lines, strict=True)]
         if len(values) > 1:
@@ -406,7 +431,7 @@ class Batch:
         if use.churn:
             mark("noise")
             x = x + _noise_of(entries, places, x, True) * columns_of(values[0], x)[COLUMNS["pre_noise"]]
-        mark("model")
+            mark("model")
         found, parts = self._predict(x)
         mark("update")
         z = None
@@ -415,13 +440,13 @@ class Batch:
             z = _noise_of(entries, places, x, False)
             mark("update")
         self.state = update(self.state, use, values[0], x, found, z, self.depth)
-        for entry, place, seen_parts in zip(entries, places, parts, strict=True):
-            with _failing(entry):
-                entry.discard(x[place])
-                if entry.observers or entry.constraints:
-                    self._show(entry, place, x, found, seen_parts, mark)
-            entry.index += 1
-        return left + self._leave_ended()
+        return x, found, parts
+
+    def draw_into(self, register: Tensor, pre: bool) -> None:
+        """Writes the noise of the rows that come next where there is some."""
+        entries = self.entries
+        if any(row.pre_draws if pre else row.draws for entry in entries for row in entry.rows):
+            register.copy_(_noise_of(entries, self._places(), register, pre))
 
     def leave(self, entry: Entry) -> None:
         """Takes the images of an entry out before their ends."""
@@ -462,7 +487,8 @@ class Batch:
         assert self.state is not None
         mark("constrain" if entry.constraints else "observe")
         whole = len(entry.images) == len(x)
-        own = [tensor if whole else tensor[place] for tensor in (x, found.x0, self.state.x)]
+        after = self.state.x if self.stepper is None else self.state.x.clone()  # a stepper may write into its own again
+        own = [tensor if whole else tensor[place] for tensor in (x, found.x0, after)]
         one, plans = entry.one_plan, entry.running
         rows = tuple(entry.rows[:1] if one else entry.rows)
         levels = tuple(level_after(plan, entry.index) for plan in (plans[:1] if one else plans))

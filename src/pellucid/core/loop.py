@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pellucid.core.batch import Batch, Constraint, Denoiser, Entry, Observer
+from pellucid.core.batch import Batch, Constraint, Denoiser, Entry, Observer, Stepper
 from pellucid.core.errors import PellucidError, PellucidWarning, PlanError, rule
 from pellucid.core.noise import NoiseSource, PerImage, Philox, seed_list
 from pellucid.core.plan import Plan
@@ -177,12 +177,17 @@ def loop(
     observers: Sequence[Observer],
     constraints: Sequence[Constraint],
     cancelled: Callable[[], bool] | None,
+    stepper: Stepper | None = None,
 ) -> Tensor:
     """Images that begin together in a batch of their own: all join, and step until it is empty."""
-    entry, batch = Entry(plans, denoiser, x, source, observers, constraints, cancelled), Batch()
+    entry, batch = Entry(plans, denoiser, x, source, observers, constraints, cancelled), Batch(stepper=stepper)
     batch.join(entry)
-    while batch.entries:
-        batch.step()
+    try:
+        while batch.entries:
+            batch.step()
+    finally:
+        if stepper is not None:
+            stepper.close()
     if entry.error is not None:
         raise entry.error
     return entry.result

@@ -109,6 +109,11 @@ class Dose:
     def changed(self) -> bool:
         return self.guided or any(self.extras)
 
+    @property
+    def moved(self) -> bool:
+        """Whether the prediction is another one than with the prompt alone."""
+        return self.changed or self.zero
+
 
 @dataclass(frozen=True)
 class Guidance:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from pellucid.core.table import column
 from pellucid.models import inputs as trees
 from pellucid.models.guidance import Dose, Guidance, PlanGuidance
 from pellucid.models.inputs import Inputs
-from pellucid.models.rules import AutoGuidance, CFGZero, Extra, Space, along
+from pellucid.models.rules import APG, CFG, AutoGuidance, CFGZero, Extra, Space, along
 
 Network = Callable[..., Tensor]
 Line = Mapping[str, Tensor]  # numbers of the rows that images are at, by name, shaped to broadcast against x
@@ -166,7 +166,7 @@ class GuidedDenoiser:
             key = (id(own), id(plan))
             made[key] = made.get(key) or own.bind(plan, self.schedule)
             apart = plan is not None and plan.guided and not self.keep_raw
-            images.append(_Image(made[key], apart, self.x0_filter, self.keep_raw))
+            images.append(ImageGuidance(made[key], plan, apart, self.x0_filter, self.keep_raw))
         return GuidedRun(self, images, Calls.of(self.cond, self.uncond, count))
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
@@ -191,13 +191,18 @@ def _takes(network: Network, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Image:
+class ImageGuidance:
     """What one image of a run wants of its prediction."""
 
     bound: PlanGuidance
+    plan: Plan | None
     apart: bool  # its sampler keeps uncond apart (CFG++)
     x0_filter: Filter | None
     keep_raw: bool
+
+    def apart_at(self, dose: Dose) -> bool:
+        """Whether its sampler gets the unconditional prediction at a row with this dose."""
+        return self.apart and dose.inside and not dose.zero
 
     @property
     def rules(self) -> tuple[Any, ...]:
@@ -220,6 +225,13 @@ class Calls:
         if uncond is None:
             return Calls(cond, tuple(range(count)), (None,) * count)
         return Calls(trees.join(uncond, cond), tuple(range(count, 2 * count)), tuple(range(count)))
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        found: list[torch.device] = []
+        trees.over(lambda _, leaf: found.append(leaf.device), "inputs", self.sources)
+        return found[0] if found else torch.device("cpu")
 
     @property
     def rows(self) -> int:
@@ -261,16 +273,16 @@ class GuidedRun:
     """
 
     owner: GuidedDenoiser
-    images: list[_Image]
+    images: list[ImageGuidance]
     calls: Calls
-    groups: list[_Group] = field(default_factory=list)
+    groups: list[RuleGroup] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.groups:
             together: dict[Any, list[int]] = {}
             for i, image in enumerate(self.images):
                 together.setdefault(image.rules, []).append(i)
-            self.groups = [_Group(self.owner, at, [self.images[i] for i in at]) for at in together.values()]
+            self.groups = [RuleGroup(self.owner, at, [self.images[i] for i in at]) for at in together.values()]
 
     @property
     def past(self) -> tuple[Tensor | None, ...]:
@@ -329,7 +341,7 @@ class GuidedRun:
         asking = []
         for i, (image, row) in enumerate(zip(self.images, self.calls.uncond, strict=True)):
             dose = doses[i % len(doses)]
-            if not dose.zero and (dose.guided or (row is not None and image.apart and dose.inside)):
+            if not dose.zero and (dose.guided or (row is not None and image.apart_at(dose))):
                 asking.append(i)
         return asking
 
@@ -370,7 +382,7 @@ def _spread(part: Tensor, at: Sequence[int], whole: Tensor) -> Tensor:
     return whole.clone().index_copy_(0, torch.tensor(list(at), device=whole.device), part)
 
 
-def _together(x: Tensor, groups: Sequence[_Group], made: Sequence[Prediction]) -> Prediction:
+def _together(x: Tensor, groups: Sequence[RuleGroup], made: Sequence[Prediction]) -> Prediction:
     """The predictions of groups of images as one batch; by name, those of an image without a rule are its x0."""
     order = torch.tensor([i for group in groups for i in group.at], device=x.device).argsort()
 
@@ -409,12 +421,12 @@ class _Parts(Mapping[str, Tensor]):
 
 
 @dataclass
-class _Group:
+class RuleGroup:
     """Images of one run with the same rules, and what these remember."""
 
     owner: GuidedDenoiser
     at: list[int]  # the positions of its images in the batch
-    images: list[_Image]
+    images: list[ImageGuidance]
     past: Tensor | None = None
 
     @property
@@ -422,19 +434,36 @@ class _Group:
         """The rules, which all of its images share."""
         return self.images[0].bound.guidance
 
-    def select(self, images: Sequence[int]) -> _Group:
+    @property
+    def filters(self) -> bool:
+        """Whether x0 is filtered, or kept from before its filter."""
+        return self.images[0].x0_filter is not None or self.images[0].keep_raw
+
+    @property
+    def plain(self) -> bool:
+        """Whether all that happens is plain classifier-free guidance, which is the same in every space."""
+        acts = self.guidance.acts
+        return not self.filters and all(isinstance(act, CFG) for act in acts)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a rule depends on the calls before, or leaves calls out."""
+        way = self.guidance.combination
+        return (isinstance(way, APG) and bool(way.momentum)) or (isinstance(way, CFGZero) and way.zero_steps > 0)
+
+    def select(self, images: Sequence[int]) -> RuleGroup:
         """What is left of it when only these images of the batch run on, at their new positions."""
         place = {image: k for k, image in enumerate(images)}
         kept = [k for k, image in enumerate(self.at) if image in place]
         past = None if self.past is None or not kept else self.past[kept]
         return replace(self, at=[place[self.at[k]] for k in kept], images=[self.images[k] for k in kept], past=past)
 
-    def joins(self, other: _Group) -> bool:
+    def joins(self, other: RuleGroup) -> bool:
         """Whether another run's group has the same rules; those that remember are left apart."""
         alone = self.past is not None or other.past is not None
         return not alone and self.images[0].rules == other.images[0].rules and self.owner.weak is other.owner.weak
 
-    def extend(self, other: _Group) -> None:
+    def extend(self, other: RuleGroup) -> None:
         self.at, self.images = [*self.at, *other.at], [*self.images, *other.images]
 
     def asks_terms(self, doses: Sequence[Dose]) -> dict[str, tuple[list[int], Network, dict[str, Any]]]:
@@ -460,34 +489,38 @@ class _Group:
     ) -> Prediction:
         """The guided x0 of its images, from the network's outputs for the batch."""
         owner, whole = self.owner, len(self.at) == len(x)
-        own, doses = x if whole else x[self.at], self.doses_of(doses)
+        own = x if whole else x[self.at]
         if len(levels) > 1:
             levels = [levels[i] for i in self.at]
         terms = Terms(own, levels, owner.schedule, owner.target)
-        terms.scales = tuple(dose.scale for dose in doses)
         named = {"cond", "uncond", *(extra.term for extra in self.guidance.extras)}
         for name in outputs:
             if name in named:
                 terms.put(name, "raw", outputs[name] if whole else outputs[name][self.at])
+        mine = HostDoses(self.doses_of(doses), self.images, own)
+        terms.scales = tuple(dose.scale for dose in mine.doses)
+        return self.apply(terms, mine)
+
+    def apply(self, terms: Terms, doses: Doses) -> Prediction:
+        """The rules, in their order, on the predictions of a call."""
         name = ""
-        if not all(dose.zero for dose in doses):
+        if "cond" in terms:
             name = self.correct(terms, self.add(terms, self.combine(terms, doses), doses), doses)
-        if any(dose.zero for dose in doses):
+        if doses.any("zero"):
             name = self.zero(terms, name, doses)
         x0 = self.finish(terms, name, doses)
         first = self.images[0]
         x0 = x0 if first.x0_filter is None else first.x0_filter(x0)
         return Prediction(x0, terms[name] if first.keep_raw else self.uncond_apart(terms, x0, doses), terms)
 
-    def combine(self, terms: Terms, doses: Sequence[Dose]) -> str:
+    def combine(self, terms: Terms, doses: Doses) -> str:
         """cond and uncond into one; an image whose scale is 1 keeps cond."""
-        if not any(dose.guided for dose in doses):
+        if not doses.any("guided"):
             return "cond"
         way = self.guidance.combination
         cond, uncond = terms.within("cond", way.space), terms.within("uncond", way.space)
-        scale = column([dose.scale for dose in doses], terms.x, len(doses) == 1)
-        guided, past = way.combine(cond, uncond, scale, self.past)
-        on = _mask([dose.guided for dose in doses], terms.x)
+        guided, past = way.combine(cond, uncond, doses.scale, self.past)
+        on = doses.mask("guided")
         if on is not None:
             guided = torch.where(on, guided, cond)
             if past is not None:
@@ -495,64 +528,108 @@ class _Group:
         self.past = past
         return terms.put(way.name, way.space, guided)
 
-    def add(self, terms: Terms, name: str, doses: Sequence[Dose]) -> str:
+    def add(self, terms: Terms, name: str, doses: Doses) -> str:
         """Away from each worse prediction; in the space of the combination, since it is the same in all."""
         space = self.guidance.combination.space
         for k, extra in enumerate(self.guidance.extras):
             if extra.term in terms:
                 away = terms.within("cond", space) - terms.within(extra.term, space)
-                weight = column([dose.extras[k] for dose in doses], terms.x, len(doses) == 1)
-                name = terms.put(extra.name, space, along(terms.within(name, space), away, weight))
+                name = terms.put(extra.name, space, along(terms.within(name, space), away, doses.weight(k)))
         return name
 
-    def correct(self, terms: Terms, name: str, doses: Sequence[Dose]) -> str:
+    def correct(self, terms: Terms, name: str, doses: Doses) -> str:
         """Rescale, then the range. An image that nothing has changed is left as it is."""
         for way in self.guidance.corrections:
-            wanted = [dose.guided if way.compares else dose.changed for dose in doses]
-            if not any(wanted):
+            wanted = "guided" if way.compares else "changed"
+            if not doses.any(wanted):
                 continue
             guided, cond = terms.within(name, way.space), terms.within("cond", way.space)
             uncond = terms.within("uncond", way.space) if way.compares else None
             better = way.correct(guided, cond, uncond)
-            on = _mask(wanted, terms.x)
+            on = doses.mask(wanted)
             name = terms.put(way.name, way.space, better if on is None else torch.where(on, better, guided))
         return name
 
-    def zero(self, terms: Terms, name: str, doses: Sequence[Dose]) -> str:
+    def zero(self, terms: Terms, name: str, doses: Doses) -> str:
         """CFG-Zero*: the first steps predict nothing, in the space of the rule."""
         way = self.guidance.combination
         assert isinstance(way, CFGZero)
-        on = _mask([dose.zero for dose in doses], terms.x)
+        on = doses.mask("zero")
         empty = torch.zeros_like(terms.x) if on is None else terms.within(name, way.space).masked_fill(on, 0.0)
         return terms.put("zero_init", way.space, empty)
 
-    def finish(self, terms: Terms, name: str, doses: Sequence[Dose]) -> Tensor:
+    def finish(self, terms: Terms, name: str, doses: Doses) -> Tensor:
         """The x0 of the last rule; that of cond, bit by bit, for an image that nothing changed in a batch of others."""
-        on = _mask([dose.changed or dose.zero for dose in doses], terms.x) if len(doses) > 1 else None
+        on = None if doses.alike or name == "cond" else doses.mask("moved")
         return terms[name] if on is None else torch.where(on, terms[name], terms["cond"])
 
-    def uncond_apart(self, terms: Terms, x0: Tensor, doses: Sequence[Dose]) -> Tensor | None:
+    def uncond_apart(self, terms: Terms, x0: Tensor, doses: Doses) -> Tensor | None:
         """The unconditional x0 for the samplers that use it; an image that is not guided has x0 in its place."""
-        pairs = zip(self.images, [*doses] * (len(self.images) // len(doses)), strict=True)
-        wanted = [image.apart and dose.inside and not dose.zero for image, dose in pairs]
-        if "uncond" not in terms or not any(wanted):
+        if "uncond" not in terms or not doses.any("apart"):
             return None
-        on = _mask(wanted, x0)
+        on = doses.mask("apart")
         return terms["uncond"] if on is None else torch.where(on, terms["uncond"], x0)
 
 
-def _mask(wanted: Sequence[bool], like: Tensor) -> Tensor | None:
-    """One truth an image, shaped to broadcast; None where all are true."""
-    if all(wanted):
-        return None
-    return torch.tensor(list(wanted), device=like.device).reshape(-1, *([1] * (like.ndim - 1)))
+class Doses(Protocol):
+    """What the rules ask of the doses at one call. A mask has one truth per image; None where all are true."""
+
+    @property
+    def alike(self) -> bool: ...
+
+    @property
+    def scale(self) -> Any: ...
+
+    def weight(self, extra: int) -> Any: ...
+
+    def any(self, what: str) -> bool: ...
+
+    def mask(self, what: str) -> Tensor | None: ...
+
+
+class HostDoses:
+    """Doses as numbers of the host: one for all images, or one per image."""
+
+    def __init__(self, doses: Sequence[Dose], images: Sequence[ImageGuidance], like: Tensor) -> None:
+        self.doses, self.images, self.like = doses, images, like
+
+    @property
+    def alike(self) -> bool:
+        return len(self.doses) == 1
+
+    @property
+    def scale(self) -> Any:
+        return column([dose.scale for dose in self.doses], self.like, self.alike)
+
+    def weight(self, extra: int) -> Any:
+        return column([dose.extras[extra] for dose in self.doses], self.like, self.alike)
+
+    def wanted(self, what: str) -> list[bool]:
+        if what == "apart":
+            each = [*self.doses] * (len(self.images) // len(self.doses))
+            return [image.apart_at(dose) for image, dose in zip(self.images, each, strict=True)]
+        return [bool(getattr(dose, what)) for dose in self.doses]
+
+    def any(self, what: str) -> bool:
+        return any(self.wanted(what))
+
+    def mask(self, what: str) -> Tensor | None:
+        wanted = self.wanted(what)
+        if all(wanted):
+            return None
+        return torch.tensor(wanted, device=self.like.device).reshape(-1, *([1] * (self.like.ndim - 1)))
 
 
 def read(out: Tensor, x: Tensor, count: int | None = None) -> Tensor:
     """The output of `count` calls, by default one per image, in x's precision, without a learned variance."""
+    return without_variance(out, x, count).to(x.dtype)
+
+
+def without_variance(out: Tensor, x: Tensor, count: int | None = None) -> Tensor:
+    """The output of `count` calls without the channels of a learned variance."""
     wanted = (len(x) if count is None else count, *x.shape[1:])
     if x.ndim > 1 and out.ndim == x.ndim and out.shape[1] == 2 * x.shape[1]:
         out = out[:, : x.shape[1]]
     if tuple(out.shape) != wanted:
         raise PellucidError(rule("output of the network", f"of shape {wanted}", tuple(out.shape)), "shape")
-    return out.to(x.dtype)
+    return out

@@ -1,0 +1,526 @@
+"""A whole step of a batch on the device: gather, network, guidance, update and cursor, as one captured CUDA graph.
+
+`StepGraphs` belongs to a model and keeps what was captured; `stepper` gives one batch its own `DeviceStepper`. A
+program is what one graph computes, on registers and inputs that stay where they are; requests are copied into them.
+Without CUDA the same program runs as it is, which is how tests compare it with the plain step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pellucid.core import target as targets
+from pellucid.core.batch import Batch, Prediction, State, update
+from pellucid.core.denoiser import input_scale, read_output, sigma_data_of
+from pellucid.core.errors import PellucidError, is_out_of_memory
+from pellucid.core.plan import DEPTH
+from pellucid.core.schedule import Array, Level, Schedule, Target
+from pellucid.core.table import COLUMNS, Use, columns_of, plan_lines
+from pellucid.models import inputs as trees
+from pellucid.models import ops
+from pellucid.models.guidance import Dose
+from pellucid.models.guided import GuidedRun, ImageGuidance, Terms, without_variance
+from pellucid.models.inputs import Inputs
+
+_SPACES = ("x0", "eps", "v", "flow")
+_PAIRS = tuple((a, b) for a in ("raw", *_SPACES) for b in _SPACES if a != b)
+_FLAGS = ("guided", "changed", "moved", "apart")
+_MORE = {
+    name: column
+    for column, name in enumerate((*_FLAGS, *(f"{a}>{b}.{part}" for a, b in _PAIRS for part in ("x", "k"))))
+}
+_EVERYTHING = Use(tuple(range(8)), tuple(range(8)), basis=True, held=True, churn=False, draws=True)
+_PATIENCE = 1000  # steps after a graph that found no room
+_PROGRAMS = 24  # that are kept; each holds the activations of one call in the graphs' common pool
+
+
+def bucket(count: int) -> int:
+    """The next size that is captured: every one up to 8, then four between two powers of two."""
+    if count <= 8:
+        return count
+    step = 1 << (count - 1).bit_length() - 3
+    return -(-count // step) * step
+
+
+def _power(count: int, least: int = 32) -> int:
+    return max(least, 1 << (count - 1).bit_length())
+
+
+# --- Lines of the table -----------------------------------------------------------------------------------------------
+
+
+def lines_of(image: ImageGuidance, schedule: Schedule, target: Target) -> tuple[Array, Array]:
+    """What the device needs of each row of an image's plan: (rows, COLUMNS) and, for the rules, (rows, _MORE)."""
+    plan = image.plan
+    assert plan is not None
+    lines, more = plan_lines(plan), np.zeros((len(plan.rows), len(_MORE)))
+    pairs = _pairs_of(image)
+    for line, beside, row in zip(lines, more, plan.rows, strict=True):
+        dose = image.bound.at(row.level)
+        line[COLUMNS["in_scale"]] = input_scale(schedule, row.level)
+        line[COLUMNS["k_x"] : COLUMNS["k_out"] + 1] = read_output(schedule, target, "x0", row.level)
+        line[COLUMNS["scale"]] = dose.scale
+        beside[: len(_FLAGS)] = dose.guided, dose.changed, dose.moved, image.apart_at(dose)
+        for source, to in pairs:
+            column = _MORE[f"{source}>{to}.x"]
+            beside[column : column + 2] = _numbers(schedule, target, source, to, row.level, dose)
+    return lines, more
+
+
+def _pairs_of(image: ImageGuidance) -> list[tuple[str, str]]:
+    """The spaces between which the rules of an image take predictions."""
+    guidance = image.bound.guidance
+    used = {guidance.combination.space, *(way.space for way in guidance.corrections), "x0"} - {"raw"}
+    return [(a, b) for a in ("raw", *sorted(used)) for b in sorted(used) if a != b]
+
+
+def _numbers(schedule: Schedule, target: Target, source: str, to: str, level: Level, dose: Dose) -> tuple[float, float]:
+    """(k_x, k) with `to` = k_x·x + k·source; NaN where it does not exist and no rule asks for it."""
+    try:
+        if source == "raw":
+            return read_output(schedule, target, to, level)  # type: ignore[arg-type]
+        return targets.convert(source, to, level, sigma_data_of(schedule))  # type: ignore[arg-type]
+    except PellucidError:
+        if dose.changed:
+            raise
+        return float("nan"), float("nan")
+
+
+class _LineDoses:
+    """Doses that a program reads from its table; `present` are the flags that some image has at this row."""
+
+    alike = False
+
+    def __init__(self, line: Mapping[str, Tensor], present: frozenset[str]) -> None:
+        self.line, self.present = line, present
+
+    @property
+    def scale(self) -> Tensor:
+        return self.line["scale"]
+
+    def weight(self, extra: int) -> Tensor:
+        raise NotImplementedError  # a run with extra terms is stepped plainly
+
+    def any(self, what: str) -> bool:
+        return what in self.present
+
+    def mask(self, what: str) -> Tensor:
+        return self.line[what] > 0.5
+
+
+# --- What stays where it is -------------------------------------------------------------------------------------------
+
+
+class _Registers:
+    """The state of up to `count` images, with the lines of their plans; one batch uses it at a time."""
+
+    def __init__(self, count: int, rows: int, like: Tensor) -> None:
+        shape = (count, *like.shape[1:])
+        self.count, self.rows = count, rows
+        self.x, self.anchor, self.z, self.pre, self.called, self.x0 = like.new_zeros((6, *shape)).unbind()
+        self.history = like.new_zeros((DEPTH - 1, *shape)).unbind()
+        self.table = like.new_zeros((count, rows, len(COLUMNS)))
+        self.settled = like.new_zeros((count, rows, len(COLUMNS)))  # the same for rows that are given x0 itself
+        self.more = like.new_zeros((count, rows, len(_MORE)))
+        self.cursor = torch.zeros(count, dtype=torch.int64, device=like.device)
+        self.active = torch.zeros(count, dtype=torch.bool, device=like.device)
+        self.programs: OrderedDict[tuple[Any, ...], _Program] = OrderedDict()
+
+    def load(self, state: State, lines: Sequence[tuple[Array, Array]], index: Sequence[int]) -> None:
+        """Takes in the state and the plans of images."""
+        count = len(lines)
+        self.x[:count].copy_(state.x)
+        self.anchor[:count].copy_(torch.zeros_like(state.x) if state.anchor is None else state.anchor)
+        for k, register in enumerate(self.history):
+            register[:count].copy_(state.history[k] if k < len(state.history) else torch.zeros_like(state.x))
+        table = np.zeros((count, self.rows, len(COLUMNS) + len(_MORE)))
+        for own, (base, more) in zip(table, lines, strict=True):
+            own[: len(base), : len(COLUMNS)], own[: len(more), len(COLUMNS) :] = base, more
+        both = torch.from_numpy(table).to(self.table)  # one copy, from float64
+        self.table[:count], self.more[:count] = both[:, :, : len(COLUMNS)], both[:, :, len(COLUMNS) :]
+        self.settled[:count] = self.table[:count]
+        self.settled[:count, :, COLUMNS["k_x"]], self.settled[:count, :, COLUMNS["k_out"]] = 0.0, 1.0
+        on = torch.arange(self.count) < count
+        self.active.copy_(on)
+        self.cursor.copy_(torch.tensor([*index, *([0] * (self.count - count))]))
+
+    def state(self, count: int, depth: int) -> State:
+        """The registers of the images, as views."""
+        return State(self.x[:count], self.anchor[:count], tuple(p[:count] for p in self.history[:depth]))
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """The calls of one step: which images make an unconditional one, and what the rules find at the rows."""
+
+    asking: tuple[int, ...]
+    flags: tuple[frozenset[str], ...]  # that some image of each group has
+    ruled: bool  # whether more than the update has to be done with the outputs
+
+    @staticmethod
+    def of(run: GuidedRun, levels: Sequence[Level]) -> _Pattern:
+        doses = [image.bound.at(level) for image, level in zip(run.images, levels, strict=True)]
+        flags = []
+        for group in run.groups:
+            own = [(run.images[i], doses[i]) for i in group.at]
+            present = {name for name in _FLAGS[:-1] if any(getattr(dose, name) for _, dose in own)}
+            flags.append(frozenset(present | ({"apart"} if any(i.apart_at(dose) for i, dose in own) else set())))
+        ruled = any(
+            not group.plain and (present or group.filters) for group, present in zip(run.groups, flags, strict=True)
+        )
+        return _Pattern(tuple(run.asks_uncond(doses)), tuple(flags) if ruled else (), ruled)
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """The inputs of all calls that a run can make, with what depends on the time beforehand where the network can."""
+
+    inputs: Inputs
+    table: Tensor | None = None  # (T, S)
+    index: Tensor | None = None  # (sources or 1, times)
+    times: Tensor | None = None  # (images, rows): which of the times each row has
+
+    @staticmethod
+    def of(run: GuidedRun, rows: int) -> _Sources:
+        device = run.calls.device
+        told = [[row.time for row in image.plan.rows] for image in run.images if image.plan is not None]
+        distinct = sorted({time for own in told for time in own})
+        hoist = getattr(run.owner.network, "hoist", None)
+        found = None if hoist is None else hoist(torch.tensor(distinct, device=device), run.calls.sources)
+        if found is None:
+            return _Sources(run.calls.sources)
+        place = {time: k for k, time in enumerate(distinct)}
+        at = [[place[time] for time in own] + [0] * (rows - len(own)) for own in told]
+        return _Sources(found.inputs, found.table, found.index, torch.tensor(at, device=device))
+
+
+class _Program:
+    """What one graph computes, and the inputs that it reads."""
+
+    def __init__(self, registers: _Registers, run: GuidedRun, pattern: _Pattern, calls: int, sources: _Sources) -> None:
+        self.registers, self.network, self.pattern = registers, run.owner.network, pattern
+        self.schedule, self.target, self.dtype = run.owner.schedule, run.owner.target, run.owner.dtype
+        device, count = registers.x.device, registers.count
+        self.slot = torch.zeros(calls, dtype=torch.int64, device=device)  # whose call each one is
+        self.cond_at = torch.zeros(count, dtype=torch.int64, device=device)
+        self.uncond_at = torch.full((count,), -1, dtype=torch.int64, device=device)  # −1: no unconditional call
+        self.own, self.nobody = torch.arange(count, device=device), torch.full_like(self.uncond_at, -1)
+        self.inputs: Any = trees.over(lambda _, leaf: leaf[:1].repeat_interleave(calls, 0), "inputs", sources.inputs)
+        table = sources.table
+        self.times = None if table is None else table.new_zeros((_power(len(table)), table.shape[1]))
+        self.time_row = torch.zeros((calls, registers.rows), dtype=torch.int64, device=device)
+        self.groups = list(zip(run.groups, pattern.flags, strict=False))  # none where nothing is ruled
+        self.whose = [torch.zeros(count, dtype=torch.bool, device=device) for _ in self.groups]
+        self.output = registers.x
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.steps = 0
+
+    def load(self, run: GuidedRun, pattern: _Pattern, sources: _Sources) -> None:
+        """Copies the inputs of a run's calls to where the program reads them."""
+        count, calls, device = len(run.images), run.calls, self.slot.device
+        rows = [*(row for i in pattern.asking if (row := calls.uncond[i]) is not None), *calls.cond]
+        slots = [*pattern.asking, *range(count)]
+        spare = len(self.slot) - len(slots)  # calls of nobody, whose results nobody reads
+        at_rows, at_slots = (torch.tensor(own + own[-1:] * spare, device=device) for own in (rows, slots))
+        self.slot.copy_(at_slots)
+        first, place = len(pattern.asking), {image: k for k, image in enumerate(pattern.asking)}
+        self.cond_at[:count].copy_(torch.arange(first, first + count))
+        self.uncond_at[:count].copy_(torch.tensor([place.get(i, -1) for i in range(count)]))
+        trees.over(lambda _, to, leaf: to.copy_(leaf[at_rows]), "inputs", self.inputs, sources.inputs)
+        if self.times is not None and sources.table is not None:
+            assert sources.index is not None
+            assert sources.times is not None
+            self.times[: len(sources.table)].copy_(sources.table)
+            own = sources.index[at_rows] if len(sources.index) > 1 else sources.index.expand(len(rows) + spare, -1)
+            self.time_row.copy_(own.gather(1, sources.times[at_slots]))
+        for whose, group in zip(self.whose, run.groups, strict=False):
+            members = set(group.at)
+            whose.copy_(torch.tensor([i in members for i in range(len(whose))]))
+
+    def predictions(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """The raw outputs of the last step with the prompt, and without it where some image asked for that."""
+        dtype = self.registers.x.dtype
+        cond = self.output[self.cond_at[:count]].to(dtype)
+        if not self.pattern.asking:
+            return cond, None
+        at = self.uncond_at[:count]
+        return cond, self.output[torch.where(at < 0, self.cond_at[:count], at)].to(dtype)
+
+    def step(self, capture: bool, pool: Any) -> None:
+        """One row of every image: captured when it comes the second time, and replayed from then on."""
+        if self.graph is None and capture and self.steps > 0:
+            self.graph = self.captured(pool)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.body()
+        self.steps += 1
+
+    def captured(self, pool: Any) -> torch.cuda.CUDAGraph | None:
+        """The step as a graph; None where the device has no room for one, and the program goes on as it is."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self.body()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self.steps = -_PATIENCE  # before it is tried again
+            return None
+        return graph
+
+    def body(self) -> None:
+        r = self.registers
+        at = r.cursor[:, None, None]
+        line = columns_of(r.table.gather(1, at.expand(-1, 1, r.table.shape[2]))[:, 0], r.x)
+        r.x.addcmul_(r.pre, line[COLUMNS["pre_noise"]])
+        r.called.copy_(r.x)
+        out = self.call(line)
+        self.output = out
+        if not self.pattern.ruled:
+            self.update(r.table, out, self.cond_at, self.uncond_at)
+        else:
+            more = columns_of(r.more.gather(1, at.expand(-1, 1, r.more.shape[2]))[:, 0], r.x)
+            numbers = {name: more[column] for name, column in _MORE.items()} | {"scale": line[COLUMNS["scale"]]}
+            found = self.guide(out, numbers)
+            self.update(r.settled, found.x0, self.own, self.nobody, found.uncond)
+        r.cursor.add_(r.active)
+
+    def call(self, line: Tensor) -> Tensor:
+        """The network's output for the packed list of calls."""
+        r = self.registers
+        x = _packed_input(r, self.slot, self.dtype or r.x.dtype)
+        if self.times is None:
+            time = line[COLUMNS["time"]].reshape(-1)[self.slot]
+            out = self.network(x, time, **self.inputs)
+        else:
+            row = self.time_row.gather(1, r.cursor[self.slot][:, None])[:, 0]
+            out = self.network(x, hoisted=self.times[row], **self.inputs)
+        return without_variance(out, x)
+
+    def guide(self, out: Tensor, line: Mapping[str, Tensor]) -> Prediction:
+        """The rules of every group, on all images; each image takes what its own make of it."""
+        r = self.registers
+        cond = out[self.cond_at].to(r.x.dtype)
+        uncond = out[torch.where(self.uncond_at < 0, self.cond_at, self.uncond_at)].to(r.x.dtype)
+        x0, apart = None, None
+        for (group, flags), whose in zip(self.groups, self.whose, strict=True):
+            terms = Terms(r.called, (), self.schedule, self.target, line)
+            terms.put("cond", "raw", cond)
+            terms.put("uncond", "raw", uncond)
+            made = group.apply(terms, _LineDoses(line, flags))
+            mine = whose.reshape(-1, *([1] * (cond.ndim - 1)))
+            beside = made.x0 if made.uncond is None else made.uncond
+            x0 = made.x0 if x0 is None else torch.where(mine, made.x0, x0)
+            apart = beside if apart is None else torch.where(mine, beside, apart)
+        assert x0 is not None
+        wanted = any("apart" in flags or group.filters for group, flags in self.groups)
+        return Prediction(x0, apart if wanted else None)
+
+    def update(
+        self, table: Tensor, out: Tensor, cond_at: Tensor, uncond_at: Tensor, uncond: Tensor | None = None
+    ) -> None:
+        """x, the anchor and the history become those of the next row."""
+        r = self.registers
+        if uncond is None and _fused(r.x):
+            kernels = importlib.import_module("pellucid.models.kernels")
+            kernels.update_rows(
+                table, r.cursor, r.active, r.x, r.anchor, *r.history, r.z, out, cond_at, uncond_at, x0_out=r.x0
+            )
+            return
+        line = table.gather(1, r.cursor[:, None, None].expand(-1, 1, table.shape[2]))[:, 0]
+        columns = columns_of(line, r.x)
+        cond = out[cond_at].to(r.x.dtype)
+        if uncond is None:
+            asks = (uncond_at >= 0).reshape(-1, *([1] * (r.x.ndim - 1)))
+            other = torch.where(asks, out[uncond_at.clamp_min(0)].to(r.x.dtype), cond)
+            uncond = columns[COLUMNS["k_x"]] * r.x + columns[COLUMNS["k_out"]] * other
+            cond = torch.where(asks, torch.addcmul(other, cond - other, columns[COLUMNS["scale"]]), cond)
+        r.x0.copy_(torch.addcmul(r.x * columns[COLUMNS["k_x"]], cond, columns[COLUMNS["k_out"]]))
+        found = update(
+            State(r.x, r.anchor, r.history), _EVERYTHING, line, r.x, Prediction(r.x0, uncond), r.z, DEPTH - 1
+        )
+        on = r.active.reshape(-1, *([1] * (r.x.ndim - 1)))
+        assert found.anchor is not None
+        for register, value in zip((r.x, r.anchor, *r.history), (found.x, found.anchor, *found.history), strict=True):
+            register.copy_(torch.where(on, value, register))
+
+
+def _fused(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and ops.fused(x)
+
+
+def _packed_input(r: _Registers, slot: Tensor, dtype: torch.dtype) -> Tensor:
+    """x of every call, scaled as the network was trained."""
+    if _fused(r.x):
+        kernels = importlib.import_module("pellucid.models.kernels")
+        packed: Tensor = kernels.scaled_input(r.called, r.table, r.cursor, slot, dtype)
+        return packed
+    scale = r.table[:, :, COLUMNS["in_scale"]].gather(1, r.cursor[:, None]).reshape(-1, *([1] * (r.x.ndim - 1)))
+    return (r.called * scale)[slot].to(dtype)
+
+
+# --- One batch --------------------------------------------------------------------------------------------------------
+
+
+class StepGraphs:
+    """The programs of a model. Registers that no batch uses wait with the graphs that were captured on them."""
+
+    def __init__(self, most: int = _PROGRAMS) -> None:
+        self.most = most
+        self.lock = threading.Lock()
+        self.free: list[_Registers] = []
+        self.pool: Any = None
+
+    def stepper(self, networks: Sequence[nn.Module], capture: bool = True) -> DeviceStepper:
+        """What steps one batch; `networks` are those whose weights a graph reads."""
+        return DeviceStepper(self, networks, capture)
+
+    def take(self, count: int, rows: int, like: Tensor) -> _Registers:
+        """Registers of a size, those used last first."""
+        with self.lock:
+            for registers in reversed(self.free):
+                same = registers.x.shape[1:] == like.shape[1:] and registers.x.dtype == like.dtype
+                if (registers.count, registers.rows) == (count, rows) and same and registers.x.device == like.device:
+                    self.free.remove(registers)
+                    return registers
+        return _Registers(count, rows, like)
+
+    def give_back(self, registers: _Registers) -> None:
+        """Registers of which no batch needs anything any more; the programs used longest ago go."""
+        with self.lock:
+            self.free.append(registers)
+            while sum(len(one.programs) for one in self.free) > self.most:
+                oldest = next(one for one in self.free if one.programs)
+                oldest.programs.popitem(last=False)
+            self.free = [one for one in self.free if one.programs]
+
+    def clear(self) -> None:
+        with self.lock:
+            self.free.clear()
+            self.pool = None
+
+
+class DeviceStepper:
+    """Steps the images of one batch by programs; `why` says why a step was plain."""
+
+    def __init__(self, graphs: StepGraphs, networks: Sequence[nn.Module], capture: bool) -> None:
+        self.graphs, self.networks, self.capture = graphs, networks, capture
+        self.registers: _Registers | None = None
+        self.run: GuidedRun | None = None  # whose images the registers hold
+        self.sources: _Sources | None = None
+        self.program: tuple[Any, _Program] | None = None
+        self.state: State | None = None  # that the last step left in the registers
+        self.why = ""
+
+    def step(self, batch: Batch) -> tuple[Tensor, Prediction, list[Mapping[str, Tensor]]] | None:
+        """x as the network was called with, x0 and what led to it; the batch has its new state. None: step plainly."""
+        self.why = self.refusal(batch)
+        if self.why:
+            self.close(batch)
+            return None
+        run: GuidedRun = batch.lanes[0].denoiser
+        assert batch.state is not None
+        index = [entry.index for entry in batch.entries for _ in entry.images]
+        if run is not self.run:
+            self.load(run, batch.state, index)
+        registers, count = self.registers, len(index)
+        assert registers is not None
+        if self.state is not None and batch.state is not self.state:  # a constraint has changed x
+            registers.x[:count].copy_(batch.state.x)
+        rows = [image.plan.rows[i] for image, i in zip(run.images, index, strict=True) if image.plan is not None]
+        levels = [row.level for row in rows]
+        program = self.program_of(run, _Pattern.of(run, levels))
+        batch.draw_into(registers.pre[:count], True)
+        batch.draw_into(registers.z[:count], False)
+        if self.capture and self.graphs.pool is None:
+            self.graphs.pool = torch.cuda.graph_pool_handle()
+        program.step(self.capture, self.graphs.pool)
+        batch.state = self.state = registers.state(count, batch.depth)
+        x, x0 = registers.called[:count], registers.x0[:count]
+        if not any(entry.observers or entry.constraints for entry in batch.entries):
+            return x, Prediction(x0), [{} for _ in batch.entries]
+        x, x0 = x.clone(), x0.clone()  # observers may keep them
+        parts = Terms(x, levels, run.owner.schedule, run.owner.target)
+        cond, uncond = program.predictions(count)
+        parts.put("cond", "raw", cond)
+        if uncond is not None:
+            parts.put("uncond", "raw", uncond)
+        return x, Prediction(x0), batch.lanes[0].parts_of(Prediction(x0, None, parts))
+
+    def refusal(self, batch: Batch) -> str:
+        """Why the images cannot be stepped by a program, in a word; nothing where they can."""
+        if len(batch.lanes) != 1:
+            return "lanes"
+        run = batch.lanes[0].denoiser
+        if not isinstance(run, GuidedRun) or any(image.plan is None for image in run.images):
+            return "denoiser"
+        if torch.is_grad_enabled():
+            return "gradients"
+        if batch.state is None or batch.state.x.dtype != torch.float32:
+            return "dtype"
+        if any(group.guidance.extras for group in run.groups):
+            return "extra terms"
+        if any(group.remembers for group in run.groups):
+            return "memory of a rule"
+        if any(ops.watched(part) for network in self.networks for part in network.modules()):
+            return "hooks"
+        return ""
+
+    def load(self, run: GuidedRun, state: State, index: Sequence[int]) -> None:
+        """Takes in other images than before: their state, their plans, and what their calls read."""
+        count, rows = bucket(len(index)), _power(max(len(image.plan.rows) for image in run.images if image.plan))
+        owned = self.registers
+        if owned is None or (owned.count, owned.rows) != (count, rows):
+            fresh = self.graphs.take(count, rows, state.x)
+            self.close()
+            self.registers = owned = fresh
+        made: dict[tuple[int, int], tuple[Array, Array]] = {}
+        lines = []
+        for image in run.images:
+            key = (id(image.plan), id(image.bound))
+            made[key] = made.get(key) or lines_of(image, run.owner.schedule, run.owner.target)
+            lines.append(made[key])
+        owned.load(state, lines, index)
+        self.run, self.program, self.state, self.sources = run, None, None, _Sources.of(run, rows)
+
+    def program_of(self, run: GuidedRun, pattern: _Pattern) -> _Program:
+        """The program of a pattern of calls, with the run's inputs in it."""
+        assert self.registers is not None
+        assert self.sources is not None
+        if self.program is not None and self.program[0] == pattern:
+            return self.program[1]
+        sources, calls = self.sources, bucket(len(run.images) + len(pattern.asking))
+        shapes: list[Any] = []
+        trees.over(lambda name, leaf: shapes.append((name, leaf.shape[1:], leaf.dtype)), "inputs", sources.inputs)
+        rules = tuple(group.images[0].rules for group in run.groups) if pattern.ruled else ()
+        weights = tuple(p.data_ptr() for network in self.networks for p in network.parameters())
+        table = None if sources.table is None else (_power(len(sources.table)), sources.table.shape[1])
+        key = (id(run.owner.network), hash(weights), calls, tuple(shapes), table, rules, pattern.flags, run.owner.dtype)
+        program = self.registers.programs.get(key)
+        if program is None:
+            program = self.registers.programs[key] = _Program(self.registers, run, pattern, calls, sources)
+        self.registers.programs.move_to_end(key)
+        program.load(run, pattern, sources)
+        self.program = pattern, program
+        return program
+
+    def close(self, batch: Batch | None = None) -> None:
+        """Gives the registers back; a batch that goes on has copies of what is in them."""
+        if self.registers is None:
+            return
+        if batch is not None and batch.state is not None:
+            state = batch.state
+            anchor = None if state.anchor is None else state.anchor.clone()
+            batch.state = State(state.x.clone(), anchor, tuple(p.clone() for p in state.history))
+        self.graphs.give_back(self.registers)
+        self.registers = self.run = self.sources = self.program = self.state = None
