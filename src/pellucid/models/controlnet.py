@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.models.blocks import BlockInputs, silu
+from pellucid.models import ops
+from pellucid.models.blocks import BlockInputs
+from pellucid.models.ops import silu
 from pellucid.models.unet import Descent, Residuals, UNet
 from pellucid.models.unet_config import UNetConfig
 
@@ -98,14 +100,17 @@ class ControlNet(Descent):
             context = self.encoder_hid_proj(context)
         mask = None if context_mask is None else context_mask[:, None, None, :].bool()
         inputs = BlockInputs(self.embed(time, labels, pooled, sizes, None), context, mask)
-        x, skips = self.descend(self.conv_in(x) + hint.embedded, inputs)
+        x, skips = self.descend(self.conv_in(ops.arrange(x)) + hint.embedded, inputs)
         assert self.mid_block is not None
         x = self.mid_block(x, inputs)
         *scales, last = torch.split(hint.scale.expand(-1, len(skips) + 1, 1, 1), 1, dim=1)  # (B, 1, 1, 1) each
         outs = tuple(
-            conv(skip) * scale for conv, skip, scale in zip(self.controlnet_down_blocks, skips, scales, strict=True)
+            ops.pointwise(skip, conv) * scale
+            for conv, skip, scale in zip(
+                cast("Iterable[nn.Conv2d]", self.controlnet_down_blocks), skips, scales, strict=True
+            )
         )  # (B, C_k, H_k, W_k) each
-        return outs, self.controlnet_mid_block(x) * last
+        return outs, ops.pointwise(x, self.controlnet_mid_block) * last
 
 
 class Controlled(nn.Module):

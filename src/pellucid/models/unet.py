@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError
+from pellucid.models import ops
 from pellucid.models.attention import ImageTokens
 from pellucid.models.blocks import (
     BlockInputs,
@@ -17,7 +18,6 @@ from pellucid.models.blocks import (
     SpatialTransformer,
     TransformerBlock,
     Upsample,
-    silu,
 )
 from pellucid.models.config import per_block
 from pellucid.models.embeddings import TimeMLP, sinusoid
@@ -85,7 +85,7 @@ class DownBlock(nn.Module):
     def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, list[Tensor]]:
         skips = []
         for j, resnet in enumerate(self.resnets):
-            x = resnet(x, inputs.time)  # (B, C, H, W)
+            x = resnet(x, inputs.time, inputs.hoisted)  # (B, C, H, W)
             x = self.attentions[j](x, inputs) if self.attends else x
             skips.append(x)
         if self.halves:
@@ -122,9 +122,9 @@ class MidBlock(nn.Module):
         return config.mid_block_type == "UNetMidBlock2D" and config.class_name != "UNet2DModel"
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
-        x = self.resnets[0](x, inputs.time)
+        x = self.resnets[0](x, inputs.time, inputs.hoisted)
         x = self.attentions[0](x, inputs) if self.attends else x
-        return self.resnets[1](x, inputs.time) if len(self.resnets) > 1 else x
+        return self.resnets[1](x, inputs.time, inputs.hoisted) if len(self.resnets) > 1 else x
 
 
 class UpBlock(nn.Module):
@@ -151,7 +151,8 @@ class UpBlock(nn.Module):
 
     def forward(self, x: Tensor, skips: list[Tensor], inputs: BlockInputs) -> Tensor:
         for j, resnet in enumerate(self.resnets):
-            x = resnet(torch.cat([x, skips.pop()], dim=1), inputs.time)  # (B, C + C_skip, H, W) → (B, C, H, W)
+            x = torch.cat([x, skips.pop()], dim=1)  # (B, C + C_skip, H, W)
+            x = resnet(x, inputs.time, inputs.hoisted)  # (B, C, H, W)
             x = self.attentions[j](x, inputs) if self.attends else x
         if self.doubles:
             x = self.upsamplers[0](x, skips[-1].shape[-2:])  # an odd size comes back as it was
@@ -203,7 +204,7 @@ class Descent(nn.Module):
             numbers = self.sinusoid(sizes.flatten(), c.addition_time_embed_dim)  # (B·6, W)
             added = torch.cat([pooled.to(embedding.dtype), numbers.reshape(len(sizes), -1)], dim=-1)  # (B, P + 6·W)
             embedding = embedding + self.add_embedding(added)
-        return silu(embedding)
+        return ops.silu(embedding)
 
     def descend(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, list[Tensor]]:
         """The way down after `conv_in`: x at the bottom, and every skip from the first."""
@@ -287,7 +288,7 @@ class UNet(Descent):
         mask = None if context_mask is None else context_mask[:, None, None, :].bool()
         inputs = BlockInputs(embedding, context, mask, image, perturbed, skipped)
 
-        x, skips = self.descend(self.conv_in(x), inputs)
+        x, skips = self.descend(self.conv_in(ops.arrange(x)), inputs)
         if residuals is not None:
             skips = [skip + extra for skip, extra in zip(skips, residuals[0], strict=True)]
         if self.mid_block is not None:
@@ -296,4 +297,4 @@ class UNet(Descent):
             x = x + residuals[1]
         for block in self.up_blocks:
             x = block(x, skips, inputs)
-        return self.conv_out(silu(self.conv_norm_out(x)))  # (B, C_out, H, W)
+        return self.conv_out(ops.norm_silu(x, self.conv_norm_out))  # (B, C_out, H, W)
