@@ -63,6 +63,9 @@ class TextTokens(NamedTuple):
     k: Tensor  # (B, H, S, D)
     v: Tensor  # (B, H, S, D)
 
+    def contiguous(self) -> TextTokens:
+        return TextTokens(self.k.contiguous(), self.v.contiguous())
+
 
 class Attention(nn.Module):
     """Multi-head attention over tokens: of x on itself, or on `context` where one is given."""

@@ -174,6 +174,9 @@ class TransformerBlock(nn.Module):
         self.cross_only = cross_only
         self.index = 0  # which of the network's cross-attentions this one is; the UNet counts them
 
+    def text_attentions(self) -> tuple[Attention, ...]:
+        return (self.attn1, self.attn2) if self.cross_only else (self.attn2,)
+
     def forward(self, x: Tensor, update: Update | None, inputs: BlockInputs, identity: bool) -> tuple[Tensor, Update]:
         image = inputs.image[self.index] if inputs.image else ()
         first, text = (inputs.context, inputs.text) if self.cross_only else (None, ())
