@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.models import ops
 
 BACKENDS = {
     "auto": None,
@@ -56,6 +57,16 @@ class ImageTokens(NamedTuple):
     mask: Tensor | None  # (B, L, 1), or None for everywhere
 
 
+class TextTokens(NamedTuple):
+    """The keys and values of one cross-attention for one text, made once a prompt."""
+
+    k: Tensor  # (B, H, S, D)
+    v: Tensor  # (B, H, S, D)
+
+    def contiguous(self) -> TextTokens:
+        return TextTokens(self.k.contiguous(), self.v.contiguous())
+
+
 class Attention(nn.Module):
     """Multi-head attention over tokens: of x on itself, or on `context` where one is given."""
 
@@ -76,6 +87,7 @@ class Attention(nn.Module):
         self.to_k = nn.Linear(context or width, inner, bias=bias)
         self.to_v = nn.Linear(context or width, inner, bias=bias)
         self.to_out = nn.ModuleList([nn.Linear(inner, width, bias=out_bias)])
+        self.index = 0  # which of the network's cross-attentions this one is; the network counts them
 
     def forward(
         self,
@@ -84,16 +96,30 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         image: tuple[ImageTokens, ...] = (),
         identity: bool = False,
+        text: tuple[TextTokens, ...] = (),
     ) -> Tensor:
-        """`identity` replaces the attention map by the unit matrix: each token sees itself alone (PAG, eq. 16)."""
-        seen = x if context is None else context
-        v = self.to_v(seen)  # (B, S, H·D)
+        """`identity` replaces the attention map by the unit matrix: each token sees itself alone (PAG, eq. 16).
+
+        `text`, in place of `context`, has the keys and values of every cross-attention of the network.
+        """
         if identity:
+            v = join_heads(text[self.index].v) if text else self.to_v(x if context is None else context)
             return self.to_out[0](v)
-        q = split_heads(self.to_q(x), self.heads)  # (B, H, L, D)
-        k = split_heads(self.to_k(seen), self.heads)  # (B, H, S, D)
-        out = join_heads(attend(q, k, split_heads(v, self.heads), mask))  # (B, L, H·D)
+        if context is None and not text:
+            v, q, k = (split_heads(part, self.heads) for part in ops.linears(x, *self.projections))
+        else:
+            k, v = self.text_tokens(context) if context is not None else text[self.index]
+            q = split_heads(self.to_q(x), self.heads)
+        out = join_heads(attend(q, k, v, mask))  # (B, L, H·D)
         for tokens in image:
             extra = join_heads(attend(q, tokens.k, tokens.v)) * tokens.scale
             out = out + (extra if tokens.mask is None else extra * tokens.mask)
         return self.to_out[0](out)
+
+    def text_tokens(self, context: Tensor) -> TextTokens:
+        v = split_heads(self.to_v(context), self.heads)
+        return TextTokens(split_heads(self.to_k(context), self.heads), v)
+
+    @property
+    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.to_v, self.to_q, self.to_k

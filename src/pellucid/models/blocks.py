@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pellucid.models.attention import Attention, ImageTokens
+from pellucid.models import ops
+from pellucid.models.attention import Attention, ImageTokens, TextTokens
+from pellucid.models.ops import Update
 
 
 class BlockInputs(NamedTuple):
@@ -20,11 +22,8 @@ class BlockInputs(NamedTuple):
     image: tuple[tuple[ImageTokens, ...], ...] = ()  # one tuple a cross-attention, in the order of the weights
     perturbed: tuple[str, ...] = ()  # where self-attention is the identity
     skipped: tuple[str, ...] = ()  # where attention is left out
-
-
-def silu(x: Tensor) -> Tensor:
-    """SiLU that writes over its input where nobody trains: one activation less at the peak."""
-    return F.silu(x, inplace=not torch.is_grad_enabled())
+    text: tuple[TextTokens, ...] = ()  # in place of context: keys and values, one pair a cross-attention
+    hoisted: Tensor | None = None  # (B, S), in place of time: what the blocks' projections make of it
 
 
 class ResnetBlock(nn.Module):
@@ -53,22 +52,31 @@ class ResnetBlock(nn.Module):
         if in_channels != out_channels:
             self.conv_shortcut = nn.Conv2d(in_channels, out_channels, 1)
         self.timed, self.resized = time_width is not None, in_channels != out_channels
+        self.columns = slice(0)  # of a table of hoisted rows; the network counts them
 
-    def forward(self, x: Tensor, time: Tensor | None = None) -> Tensor:
-        h = self.conv1(silu(self.norm1(x)))  # (B, C', H, W)
+    def forward(self, x: Tensor, time: Tensor | None = None, hoisted: Tensor | None = None) -> Tensor:
+        shortcut = self.conv_shortcut if self.resized else None
+        return ops.conv_residual(
+            x, self.middle(x, time, hoisted), self.conv2, shortcut=shortcut, output_scale=self.output_scale
+        )
+
+    def middle(self, x: Tensor, time: Tensor | None, hoisted: Tensor | None) -> Tensor:
+        """All but the last convolution: (B, C', H, W). Only the operation at work holds an activation, no name here."""
+        shift, film = self.condition(time, hoisted)
+        h = ops.conv_norm_silu(ops.norm_silu(x, self.norm1), self.conv1, self.norm2, shift=shift, film=film)
+        return F.dropout(h, self.dropout, self.training) if self.dropout else h
+
+    def condition(
+        self, time: Tensor | None, hoisted: Tensor | None
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """What the second norm is told, (B, C') each: a shift before it, or a scale and an offset after it."""
         if not self.timed:
-            h = self.norm2(h)
-        elif self.scale_shift:
-            scale, shift = self.time_emb_proj(time)[:, :, None, None].chunk(2, dim=1)  # (B, C', 1, 1) each
-            h = self.norm2(h) * (1 + scale) + shift
-        else:
-            h = self.norm2(h + self.time_emb_proj(time)[:, :, None, None])
-        h = silu(h)
-        if self.dropout:
-            h = F.dropout(h, self.dropout, self.training)
-        h = self.conv2(h)
-        out = (self.conv_shortcut(x) if self.resized else x) + h
-        return out if self.output_scale == 1.0 else out / self.output_scale
+            return None, None
+        told = self.time_emb_proj(time) if hoisted is None else hoisted[:, self.columns]
+        if not self.scale_shift:
+            return told, None
+        scale, offset = told.chunk(2, dim=1)
+        return None, (scale, offset)
 
 
 class Downsample(nn.Module):
@@ -109,11 +117,9 @@ class PixelAttention(Attention):
     def forward(self, x: Tensor, inputs: BlockInputs | None = None) -> Tensor:  # type: ignore[override]
         if inputs is not None and within(self.place, inputs.skipped):
             return x
-        h = self.group_norm(x) if self.normed else x
-        h = h.flatten(2).transpose(1, 2)  # (B, H·W, C)
+        h = ops.tokens(ops.group_norm(x, self.group_norm) if self.normed else x)  # (B, H·W, C)
         h = super().forward(h, identity=inputs is not None and within(self.place, inputs.perturbed))
-        out = x + h.transpose(1, 2).reshape(x.shape)
-        return out if self.output_scale == 1.0 else out / self.output_scale
+        return ops.tokens_residual(x, h, self.output_scale)
 
 
 def within(place: str, names: tuple[str, ...]) -> bool:
@@ -127,8 +133,7 @@ class GEGLU(nn.Module):
         self.proj = nn.Linear(width, inner * 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, gate = self.proj(x).chunk(2, dim=-1)  # (B, L, inner) each
-        return x * F.gelu(gate)
+        return ops.gated_gelu(x, self.proj)  # (B, L, inner)
 
 
 class GELU(nn.Module):
@@ -138,7 +143,7 @@ class GELU(nn.Module):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.proj(x), approximate=self.approximate)
+        return ops.linear_gelu(x, self.proj, self.approximate)
 
 
 class FeedForward(nn.Module):
@@ -153,7 +158,10 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Self-attention, cross-attention, feed-forward, each on a normed x and added to it."""
+    """Self-attention, cross-attention, feed-forward, each on a normed x and added to it.
+
+    The last is left to who comes next, since its norm and the sum are one operation: it comes back beside x.
+    """
 
     def __init__(self, width: int, heads: int, context: int | None, *, cross_only: bool = False) -> None:
         super().__init__()
@@ -166,12 +174,17 @@ class TransformerBlock(nn.Module):
         self.cross_only = cross_only
         self.index = 0  # which of the network's cross-attentions this one is; the UNet counts them
 
-    def forward(self, x: Tensor, inputs: BlockInputs, identity: bool) -> Tensor:
+    def text_attentions(self) -> tuple[Attention, ...]:
+        return (self.attn1, self.attn2) if self.cross_only else (self.attn2,)
+
+    def forward(self, x: Tensor, update: Update | None, inputs: BlockInputs, identity: bool) -> tuple[Tensor, Update]:
         image = inputs.image[self.index] if inputs.image else ()
-        first = inputs.context if self.cross_only else None
-        x = x + self.attn1(self.norm1(x), first, identity=identity)  # (B, L, C)
-        x = x + self.attn2(self.norm2(x), inputs.context, inputs.mask, image)
-        return x + self.ff(self.norm3(x))
+        first, text = (inputs.context, inputs.text) if self.cross_only else (None, ())
+        x, h = ops.residual_norm(x, update, self.norm1)  # (B, L, C) each
+        x, h = ops.residual_norm(x, Update(self.attn1(h, first, identity=identity, text=text)), self.norm2)
+        h = self.attn2(h, inputs.context, inputs.mask, image, text=inputs.text)
+        x, h = ops.residual_norm(x, Update(h), self.norm3)
+        return x, Update(self.ff(h))
 
 
 class SpatialTransformer(nn.Module):
@@ -195,18 +208,13 @@ class SpatialTransformer(nn.Module):
             TransformerBlock(channels, heads, context, cross_only=cross_only) for _ in range(layers)
         )
         self.proj_out = nn.Linear(channels, channels) if linear else nn.Conv2d(channels, channels, 1)
-        self.linear, self.place = linear, ""
+        self.place = ""
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
         if within(self.place, inputs.skipped):
             return x
         identity = within(self.place, inputs.perturbed)
-        h = self.norm(x)
-        h = h if self.linear else self.proj_in(h)
-        h = h.flatten(2).transpose(1, 2)  # (B, H·W, C)
-        h = self.proj_in(h) if self.linear else h
+        h, update = ops.project_in(ops.group_norm(x, self.norm), self.proj_in), None  # (B, H·W, C)
         for block in self.transformer_blocks:
-            h = block(h, inputs, identity)
-        h = self.proj_out(h) if self.linear else h
-        h = h.transpose(1, 2).reshape(x.shape)  # (B, C, H, W)
-        return x + (h if self.linear else self.proj_out(h))
+            h, update = block(h, update, inputs, identity)
+        return ops.project_out(x, ops.residual(h, update), self.proj_out)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.models.blocks import BlockInputs, silu
+from pellucid.models import ops
+from pellucid.models.attention import TextTokens
+from pellucid.models.blocks import BlockInputs
+from pellucid.models.hoist import Hoisted, hoist
+from pellucid.models.inputs import Inputs
+from pellucid.models.ops import silu
 from pellucid.models.unet import Descent, Residuals, UNet
 from pellucid.models.unet_config import UNetConfig
 
@@ -66,6 +71,7 @@ class ControlNet(Descent):
         for conv in (self.controlnet_cond_embedding.conv_out, *self.controlnet_down_blocks, self.controlnet_mid_block):
             for weights in conv.parameters():
                 nn.init.zeros_(weights)
+        self.count_parts()
 
     def hint(self, image: Tensor, scale: Sequence[float], guess: bool = False) -> Hint:
         """Embeds an image (B, 3, 8·H, 8·W) in [0, 1], once a run: it does not change from step to step.
@@ -85,7 +91,7 @@ class ControlNet(Descent):
     def forward(
         self,
         x: Tensor,  # (B, C, H, W)
-        time: Tensor,  # (B,)
+        time: Tensor | None,  # (B,)
         context: Tensor | None,
         hint: Hint,
         *,
@@ -93,23 +99,33 @@ class ControlNet(Descent):
         pooled: Tensor | None = None,
         sizes: Tensor | None = None,
         context_mask: Tensor | None = None,
+        text: tuple[TextTokens, ...] = (),
+        hoisted: Tensor | None = None,  # (B, S)
     ) -> Residuals:
-        if context is not None and self.config.encoder_hid_dim is not None:
-            context = self.encoder_hid_proj(context)
+        context = None if context is None else self.project_context(context)
+        embedding = None if hoisted is not None else self.embed(time, labels, pooled, sizes)
         mask = None if context_mask is None else context_mask[:, None, None, :].bool()
-        inputs = BlockInputs(self.embed(time, labels, pooled, sizes, None), context, mask)
-        x, skips = self.descend(self.conv_in(x) + hint.embedded, inputs)
+        inputs = BlockInputs(embedding, context, mask, text=text, hoisted=hoisted)
+        x, skips = self.descend(self.conv_in(ops.arrange(x)) + hint.embedded, inputs)
         assert self.mid_block is not None
         x = self.mid_block(x, inputs)
         *scales, last = torch.split(hint.scale.expand(-1, len(skips) + 1, 1, 1), 1, dim=1)  # (B, 1, 1, 1) each
         outs = tuple(
-            conv(skip) * scale for conv, skip, scale in zip(self.controlnet_down_blocks, skips, scales, strict=True)
+            ops.pointwise(skip, conv) * scale
+            for conv, skip, scale in zip(
+                cast("Iterable[nn.Conv2d]", self.controlnet_down_blocks), skips, scales, strict=True
+            )
         )  # (B, C_k, H_k, W_k) each
-        return outs, self.controlnet_mid_block(x) * last
+        return outs, ops.pointwise(x, self.controlnet_mid_block) * last
 
 
 class Controlled(nn.Module):
-    """A UNet with ControlNets, as one network: it takes a `control` input beside the UNet's own."""
+    """A UNet with ControlNets, as one network: it takes a `control` input beside the UNet's own.
+
+    Its hoisted `text` has one tuple for each part, the UNet first; so has a row of `hoisted` its columns.
+    """
+
+    CONDITIONS: ClassVar[tuple[str, ...]] = UNet.CONDITIONS
 
     def __init__(self, unet: UNet, controlnets: Sequence[ControlNet]) -> None:
         super().__init__()
@@ -121,25 +137,52 @@ class Controlled(nn.Module):
     def forward(
         self,
         x: Tensor,
-        time: Tensor,
+        time: Tensor | None = None,
         context: Tensor | None = None,
         *,
         control: tuple[Hint | None, ...] = (),
+        text: tuple[tuple[TextTokens, ...], ...] = (),
+        hoisted: Tensor | None = None,
         **inputs: Any,
     ) -> Tensor:
         """`control` holds a hint for each ControlNet, None for those that are off at this step."""
         shared = {k: v for k, v in inputs.items() if k in ("labels", "pooled", "sizes", "context_mask")}
+        parts = self.parts
+        texts = text or ((),) * len(parts)
+        rows = (None,) * len(parts) if hoisted is None else hoisted.split([sum(p.row_widths) for p in parts], dim=1)
         total: Residuals | None = None
-        for controlnet, hint in zip(cast("Iterable[ControlNet]", self.controlnets), control, strict=bool(control)):
+        for controlnet, hint, *told in zip(self.parts[1:], control, texts[1:], rows[1:], strict=bool(control)):
             if hint is None:
                 continue
             own = x[:, : controlnet.config.in_channels]  # an inpainting UNet's mask and image are not for it
-            outs, middle = controlnet(own, time, context, hint, **shared)
+            outs, middle = controlnet(own, time, context, hint, text=told[0], hoisted=told[1], **shared)
             if total is None:
                 total = outs, middle
             else:
                 total = tuple(a + b for a, b in zip(total[0], outs, strict=True)), total[1] + middle
-        return self.unet(x, time, context, residuals=total, **inputs)
+        return self.unet(x, time, context, residuals=total, text=texts[0], hoisted=rows[0], **inputs)
+
+    @property
+    def parts(self) -> tuple[Descent, ...]:
+        """The UNet and the ControlNets."""
+        return (self.unet, *cast("Iterable[ControlNet]", self.controlnets))
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        return tuple(width for part in self.parts for width in part.row_widths)
+
+    def time_rows(self, time: Tensor, **conditions: Any) -> tuple[Tensor, ...]:
+        shared = {name: value for name, value in conditions.items() if name != "guidance_embedding"}
+        first, *others = self.parts
+        rows = [first.time_rows(time, **conditions), *(part.time_rows(time, **shared) for part in others)]
+        return tuple(row for of_part in rows for row in of_part)
+
+    def text_tokens(self, context: Tensor) -> tuple[tuple[TextTokens, ...], ...]:
+        return tuple(part.text_tokens(context) for part in self.parts)
+
+    def hoist(self, times: Tensor, inputs: Inputs) -> Hoisted | None:
+        """What depends on the text alone or on the times (U,) alone, once for a run: see `hoist`."""
+        return hoist(self, times, inputs)
 
 
 def _check_fits(unet: UNetConfig, control: UNetConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models import config as configs
+from pellucid.models import ops
+from pellucid.models.attention import Attention, TextTokens
 from pellucid.models.dit_blocks import (
     Block,
     PatchConfig,
@@ -19,10 +21,12 @@ from pellucid.models.dit_blocks import (
     check_batch,
     check_indices,
     check_latents,
-    modulate,
+    check_time,
     unpatch,
 )
 from pellucid.models.embeddings import LabelEmbedding, TimeMLP, sinusoid
+from pellucid.models.hoist import Hoisted, hoist
+from pellucid.models.inputs import Inputs
 
 _WAVES = 256  # channels of the sinusoid of a time or of a size
 _NORM_EPS = 1e-6  # of the norms whose epsilon is no config key
@@ -110,6 +114,8 @@ class ClassBlock(Block):
 class DiT(nn.Module):
     """A transformer over latent patches that is told the time and a class."""
 
+    CONDITIONS: ClassVar[tuple[str, ...]] = ("labels",)
+
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.config = config
@@ -121,30 +127,52 @@ class DiT(nn.Module):
     def forward(
         self,
         x: Tensor,  # (B, C, H, W)
-        time: Tensor,  # (B,)
+        time: Tensor | None = None,  # (B,)
         *,
         labels: Tensor | None = None,  # (B,)
         perturbed: tuple[int, ...] = (),
         skipped: tuple[int, ...] = (),
+        hoisted: Tensor | None = None,  # (B, S): in place of time and labels, from `hoist`
     ) -> Tensor:
         """(B, out_channels, H, W). The self-attention of `perturbed` blocks is the identity; `skipped` are left out."""
-        check_latents(x, time, self.config)
-        labels = self.check_label_shape(labels, x.shape[0])
+        check_latents(x, self.config)
+        if hoisted is None:
+            labels = self.check_label_shape(labels, x.shape[0])
+            rows = self.time_rows(check_time(time, x.shape[0]), labels=labels)
+        else:
+            rows = hoisted.split(self.row_widths, dim=1)
         patch, (height, width) = self.config.patch_size, x.shape[-2:]
-        x = self.pos_embed(x)  # (B, L, D)
-        wave = sinusoid(time.reshape(-1), _WAVES, shift=1).to(x.dtype)  # (B, 256), the same for every block
+        x, update = self.pos_embed(x), None  # (B, L, D)
+        for index, block in _walk(cast("Sequence[ClassBlock]", self.transformer_blocks), perturbed, skipped):
+            x, update = block(x, update, rows[index], identity=index in perturbed)
+        shift, scale = rows[-1].chunk(2, dim=1)  # (B, D) each
+        _, x = ops.residual_modulate(x, update, shift, scale, _NORM_EPS)
+        return unpatch(self.proj_out_2(x), height // patch, width // patch, patch)
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        return (6 * self.config.width,) * self.config.num_layers + (2 * self.config.width,)
+
+    def time_rows(self, time: Tensor, *, labels: Tensor) -> tuple[Tensor, ...]:
+        """The modulation (T, 6 · D) of every block for times and labels (T,), and the last one (T, 2 · D)."""
+        wave = sinusoid(time.reshape(-1), _WAVES, shift=1).to(self.proj_out_2.weight.dtype)  # (T, 256), for all blocks
         blocks = cast("Sequence[ClassBlock]", self.transformer_blocks)
         embedder = blocks[0].norm1["emb"]
-        ends = condition = F.silu(embedder(wave, labels))  # (B, D)
-        for index, block in _walk(blocks, perturbed, skipped):
+        ends = condition = F.silu(embedder(wave, labels))  # (T, D)
+        rows = []
+        for block in blocks:
             if block.norm1["emb"] is not embedder:  # see share_embedders
                 embedder = block.norm1["emb"]
                 condition = F.silu(embedder(wave, labels))
-            modulation = block.norm1["linear"](condition).unflatten(-1, (6, -1))  # (B, 6, D)
-            x = block(x, modulation, identity=index in perturbed)
-        shift, scale = self.proj_out_1(ends)[:, None].chunk(2, dim=-1)  # (B, 1, D) each
-        x = self.proj_out_2(modulate(x, shift, scale, _NORM_EPS))  # (B, L, patch · patch · out_channels)
-        return unpatch(x, height // patch, width // patch, patch)
+            rows.append(block.norm1["linear"](condition))
+        return (*rows, self.proj_out_1(ends))
+
+    def text_tokens(self, context: Tensor) -> Any:
+        raise PellucidError(rule("context", "left out of the inputs of a DiT", tuple(context.shape)), "network-input")
+
+    def hoist(self, times: Tensor, inputs: Inputs) -> Hoisted | None:
+        """What depends on the labels and the times (U,) alone, once for a run: see `hoist`."""
+        return hoist(self, times, inputs)
 
     def check_label_shape(self, labels: Tensor | None, batch: int) -> Tensor:
         if labels is None or labels.is_floating_point():
@@ -207,6 +235,8 @@ class CaptionProjection(nn.Module):
 class PixArt(nn.Module):
     """A transformer over latent patches that is told the time and a text, and by some weights the image's size."""
 
+    CONDITIONS: ClassVar[tuple[str, ...]] = ("sizes",)
+
     def __init__(self, config: PixArtConfig) -> None:
         super().__init__()
         self.config = config
@@ -218,35 +248,65 @@ class PixArt(nn.Module):
         self.caption_projection = CaptionProjection(captions, width) if captions else nn.Identity()
         self.scale_shift_table = nn.Parameter(torch.randn(2, width) / width**0.5)
         self.proj_out = nn.Linear(width, config.patch_size**2 * config.channels_out)
+        for index, attention in enumerate(self.text_attentions()):
+            attention.index = index
 
     def forward(
         self,
         x: Tensor,  # (B, C, H, W)
-        time: Tensor,  # (B,)
+        time: Tensor | None = None,  # (B,)
         context: Tensor | None = None,  # (B, S, caption_channels)
         *,
         context_mask: Tensor | None = None,  # (B, S): 1 where a token is seen
         sizes: Tensor | None = None,  # (B, 3): height and width in pixels, height / width
         perturbed: tuple[int, ...] = (),
         skipped: tuple[int, ...] = (),
+        text: tuple[TextTokens, ...] = (),  # in place of context, from `hoist`
+        hoisted: Tensor | None = None,  # (B, S): in place of time and sizes
     ) -> Tensor:
         """(B, out_channels, H, W). The self-attention of `perturbed` blocks is the identity; `skipped` are left out."""
-        check_latents(x, time, self.config)
-        context = self.check_context(context, context_mask, sizes, x.shape[0])
+        check_latents(x, self.config)
+        if not text:
+            context = self.caption_projection(self.check_context(context, context_mask, x.shape[0]))  # (B, S, D)
+        if hoisted is None:
+            self.check_sizes(sizes, x.shape[0])
+            rows = self.time_rows(check_time(time, x.shape[0]), sizes=sizes)
+        else:
+            rows = hoisted.split(self.row_widths, dim=1)
         patch, (height, width) = self.config.patch_size, x.shape[-2:]
-        x = self.pos_embed(x)  # (B, L, D)
-        condition = self.adaln_single["emb"](time.reshape(-1), sizes, x.dtype)  # (B, D)
-        modulation = self.adaln_single["linear"](F.silu(condition)).unflatten(-1, (6, -1))  # (B, 6, D)
-        context = self.caption_projection(context)  # (B, S, D)
+        x, update = self.pos_embed(x), None  # (B, L, D)
         # added to the logits; finite, so that a text without any token seen is no division by zero
         mask = None if context_mask is None else (1 - context_mask[:, None, None].to(x.dtype)) * -10000.0
         for index, block in _walk(cast("Sequence[TextBlock]", self.transformer_blocks), perturbed, skipped):
-            x = block(x, block.scale_shift_table + modulation, context, mask, identity=index in perturbed)
-        shift, scale = (self.scale_shift_table + condition[:, None]).chunk(2, dim=1)  # (B, 1, D) each
-        x = self.proj_out(modulate(x, shift, scale, _NORM_EPS))  # (B, L, patch · patch · out_channels)
-        return unpatch(x, height // patch, width // patch, patch)
+            x, update = block(x, update, rows[index], context, mask, identity=index in perturbed, text=text)
+        shift, scale = rows[-1].chunk(2, dim=1)  # (B, D) each
+        _, x = ops.residual_modulate(x, update, shift, scale, _NORM_EPS)
+        return unpatch(self.proj_out(x), height // patch, width // patch, patch)
 
-    def check_context(self, context: Tensor | None, mask: Tensor | None, sizes: Tensor | None, batch: int) -> Tensor:
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        return (6 * self.config.width,) * self.config.num_layers + (2 * self.config.width,)
+
+    def time_rows(self, time: Tensor, *, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The modulation (T, 6 · D) of every block for times (T,) and sizes (T, 3), and the last one (T, 2 · D)."""
+        condition = self.adaln_single["emb"](time.reshape(-1), sizes, self.proj_out.weight.dtype)  # (T, D)
+        modulation = self.adaln_single["linear"](F.silu(condition)).unflatten(-1, (6, -1))  # (T, 6, D)
+        blocks = cast("Iterable[TextBlock]", self.transformer_blocks)
+        rows = [(block.scale_shift_table + modulation).flatten(1) for block in blocks]
+        return (*rows, (self.scale_shift_table + condition[:, None]).flatten(1))
+
+    def text_attentions(self) -> list[Attention]:
+        return [block.attn2 for block in self.transformer_blocks]
+
+    def text_tokens(self, context: Tensor) -> tuple[TextTokens, ...]:
+        context = self.caption_projection(self.check_context(context, None, len(context)))  # (N, S, D)
+        return tuple(attention.text_tokens(context).contiguous() for attention in self.text_attentions())
+
+    def hoist(self, times: Tensor, inputs: Inputs) -> Hoisted | None:
+        """What depends on the text alone or on the sizes and times (U,) alone, once for a run: see `hoist`."""
+        return hoist(self, times, inputs)
+
+    def check_context(self, context: Tensor | None, mask: Tensor | None, batch: int) -> Tensor:
         width = self.config.caption_channels or self.config.cross_attention_dim
         if context is None or context.ndim != 3 or context.shape[0] != batch or context.shape[2] != width:
             got = None if context is None else tuple(context.shape)
@@ -254,11 +314,13 @@ class PixArt(nn.Module):
         if mask is not None and mask.shape != context.shape[:2]:
             must = str(tuple(context.shape[:2]))
             raise PellucidError(rule("the shape of context_mask", must, tuple(mask.shape)), "network-input")
+        return context
+
+    def check_sizes(self, sizes: Tensor | None, batch: int) -> None:
         if (sizes is not None) != self.config.takes_sizes or (sizes is not None and sizes.shape != (batch, 3)):
             must = f"({batch}, 3): height, width, height / width" if self.config.takes_sizes else "None"
             got = None if sizes is None else tuple(sizes.shape)
             raise PellucidError(rule("the shape of sizes", must, got), "network-input")
-        return context
 
 
 def _walk(blocks: Sequence[_B], perturbed: tuple[int, ...], skipped: tuple[int, ...]) -> Iterator[tuple[int, _B]]:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.models.attention import Attention
+from pellucid.models import ops
+from pellucid.models.attention import Attention, TextTokens
 from pellucid.models.blocks import GELU, FeedForward
 from pellucid.models.config import check_fields
 from pellucid.models.embeddings import sine_positions
+from pellucid.models.ops import Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +75,10 @@ class Patches(nn.Module):
         self.proj = nn.Conv2d(config.in_channels, config.width, config.patch_size, stride=config.patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.proj(x)  # (B, D, rows, cols)
+        x = self.proj(ops.arrange(x))  # (B, D, rows, cols)
         rows, cols = x.shape[-2:]
         place = sine_positions(x.shape[1], rows, cols, base=self.base, scale=self.scale, device=x.device)
-        return x.flatten(2).transpose(1, 2) + place.to(x.dtype)  # (B, rows · cols, D)
+        return ops.tokens(x) + place.to(x.dtype)  # (B, rows · cols, D)
 
 
 def unpatch(x: Tensor, rows: int, cols: int, patch: int) -> Tensor:
@@ -86,13 +87,11 @@ def unpatch(x: Tensor, rows: int, cols: int, patch: int) -> Tensor:
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Layer norm whose gain and bias come from the condition: (B, L, D) with shift and scale (B, 1, D)."""
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
-
-
 class Block(nn.Module):
-    """Self-attention, attention on a text where there is one, and an MLP, each added to what came in."""
+    """Self-attention, attention on a text where there is one, and an MLP, each added to what came in.
+
+    The last is left to who comes next, since its norm and the sum are one operation: it comes back beside x.
+    """
 
     def __init__(self, config: PatchConfig, *, eps: tuple[float, float], context: int | None = None) -> None:
         super().__init__()
@@ -106,25 +105,35 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,  # (B, L, D)
-        modulation: Tensor,  # (B, 6, D)
+        update: Update | None,
+        modulation: Tensor,  # (B, 6 · D)
         context: Tensor | None = None,  # (B, S, C)
         mask: Tensor | None = None,  # (B, 1, 1, S)
         identity: bool = False,
-    ) -> Tensor:
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation.chunk(6, dim=1)  # (B, 1, D) each
-        seen = self.attn1(modulate(x, shift, scale, self.eps[0]), identity=identity)
-        x = torch.addcmul(x, gate, seen)
+        text: tuple[TextTokens, ...] = (),
+    ) -> tuple[Tensor, Update]:
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation.chunk(6, dim=1)  # (B, D) each
+        x, h = ops.residual_modulate(x, update, shift, scale, self.eps[0])
+        update = Update(self.attn1(h, identity=identity), gate)
         if self.attn2 is not None:
-            x = x + self.attn2(x, context, mask)
-        return torch.addcmul(x, mlp_gate, self.ff(modulate(x, mlp_shift, mlp_scale, self.eps[1])))
+            x = ops.residual(x, update)
+            update = Update(self.attn2(x, context, mask, text=text))
+        x, h = ops.residual_modulate(x, update, mlp_shift, mlp_scale, self.eps[1])
+        return x, Update(self.ff(h), mlp_gate)
 
 
-def check_latents(x: Tensor, time: Tensor, config: PatchConfig) -> None:
+def check_latents(x: Tensor, config: PatchConfig) -> None:
     patch = config.patch_size
     if x.ndim != 4 or x.shape[1] != config.in_channels or x.shape[2] % patch or x.shape[3] % patch:
         must = f"(batch, {config.in_channels}, height, width) with height and width multiples of {patch}"
         raise PellucidError(rule("the shape of x", must, tuple(x.shape)), "network-input")
-    check_batch("time", time, x.shape[0])
+
+
+def check_time(time: Tensor | None, batch: int) -> Tensor:
+    if time is None:
+        raise PellucidError(rule("time", "given, or hoisted in its place", None), "network-input")
+    check_batch("time", time, batch)
+    return time
 
 
 def check_batch(name: str, values: Tensor, batch: int) -> None:

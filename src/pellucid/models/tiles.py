@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.models.blocks import ResnetBlock, silu
+from pellucid.models import ops
+from pellucid.models.blocks import ResnetBlock
+from pellucid.models.ops import silu
 from pellucid.models.tiny_vae import Block, TinyAutoencoder, squash, to_signed, to_unsigned
 from pellucid.models.vae import AutoencoderKL, DownBlock, Posterior, UpBlock, VAEConfig, check
 
@@ -196,7 +198,7 @@ def _encoded(vae: AutoencoderKL, image: Tensor, bands: _Bands, keep: int) -> Ten
         for downsample in block.downsamplers:
             x = held(bands.compute(local(downsample, x, x.channels, down=2)))
     x = encoder.mid_block(x.rows(0, x.height))
-    return encoder.conv_out(silu(encoder.conv_norm_out(x)))
+    return encoder.conv_out(ops.norm_silu(x, encoder.conv_norm_out))
 
 
 def _convolved(layers: nn.Sequential, x: LazyImage, bands: _Bands) -> LazyImage:

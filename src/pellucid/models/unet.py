@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from pellucid.core.errors import PellucidError
-from pellucid.models.attention import ImageTokens
+from pellucid.core.errors import PellucidError, rule
+from pellucid.models import ops
+from pellucid.models.attention import Attention, ImageTokens, TextTokens
 from pellucid.models.blocks import (
     BlockInputs,
     Downsample,
@@ -17,10 +20,11 @@ from pellucid.models.blocks import (
     SpatialTransformer,
     TransformerBlock,
     Upsample,
-    silu,
 )
 from pellucid.models.config import per_block
 from pellucid.models.embeddings import TimeMLP, sinusoid
+from pellucid.models.hoist import Hoisted, hoist
+from pellucid.models.inputs import Inputs
 from pellucid.models.unet_config import DOWN, MID, UP, UNetConfig
 
 Residuals = tuple[tuple[Tensor, ...], Tensor]  # what a ControlNet adds: one tensor a skip, and one in the middle
@@ -85,7 +89,7 @@ class DownBlock(nn.Module):
     def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, list[Tensor]]:
         skips = []
         for j, resnet in enumerate(self.resnets):
-            x = resnet(x, inputs.time)  # (B, C, H, W)
+            x = resnet(x, inputs.time, inputs.hoisted)  # (B, C, H, W)
             x = self.attentions[j](x, inputs) if self.attends else x
             skips.append(x)
         if self.halves:
@@ -122,9 +126,9 @@ class MidBlock(nn.Module):
         return config.mid_block_type == "UNetMidBlock2D" and config.class_name != "UNet2DModel"
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
-        x = self.resnets[0](x, inputs.time)
+        x = self.resnets[0](x, inputs.time, inputs.hoisted)
         x = self.attentions[0](x, inputs) if self.attends else x
-        return self.resnets[1](x, inputs.time) if len(self.resnets) > 1 else x
+        return self.resnets[1](x, inputs.time, inputs.hoisted) if len(self.resnets) > 1 else x
 
 
 class UpBlock(nn.Module):
@@ -151,7 +155,8 @@ class UpBlock(nn.Module):
 
     def forward(self, x: Tensor, skips: list[Tensor], inputs: BlockInputs) -> Tensor:
         for j, resnet in enumerate(self.resnets):
-            x = resnet(torch.cat([x, skips.pop()], dim=1), inputs.time)  # (B, C + C_skip, H, W) → (B, C, H, W)
+            x = torch.cat([x, skips.pop()], dim=1)  # (B, C + C_skip, H, W)
+            x = resnet(x, inputs.time, inputs.hoisted)  # (B, C, H, W)
             x = self.attentions[j](x, inputs) if self.attends else x
         if self.doubles:
             x = self.upsamplers[0](x, skips[-1].shape[-2:])  # an odd size comes back as it was
@@ -160,6 +165,8 @@ class UpBlock(nn.Module):
 
 class Descent(nn.Module):
     """A UNet's first half: the conditions, the way down and the middle. ControlNets are this and little more."""
+
+    CONDITIONS: ClassVar[tuple[str, ...]] = ("labels", "pooled", "sizes", "guidance_embedding")
 
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()
@@ -186,10 +193,17 @@ class Descent(nn.Module):
         return made.to(self.conv_in.weight.dtype)
 
     def embed(
-        self, time: Tensor, labels: Tensor | None, pooled: Tensor | None, sizes: Tensor | None, guidance: Tensor | None
+        self,
+        time: Tensor | None,
+        labels: Tensor | None = None,
+        pooled: Tensor | None = None,
+        sizes: Tensor | None = None,
+        guidance: Tensor | None = None,
     ) -> Tensor:
         """All that the residual blocks are told, as one vector an image: (B, E)."""
         c = self.config
+        if time is None:
+            raise PellucidError(rule("time", "given, or hoisted in its place", None), "network-input")
         embedding = self.time_embedding(self.sinusoid(time, c.block_out_channels[0]), guidance)  # (B, E)
         if self.class_embedding is not None:
             if labels is None:
@@ -203,7 +217,48 @@ class Descent(nn.Module):
             numbers = self.sinusoid(sizes.flatten(), c.addition_time_embed_dim)  # (B·6, W)
             added = torch.cat([pooled.to(embedding.dtype), numbers.reshape(len(sizes), -1)], dim=-1)  # (B, P + 6·W)
             embedding = embedding + self.add_embedding(added)
-        return silu(embedding)
+        return ops.silu(embedding)
+
+    # --- what is told beforehand ------------------------------------------------------------------------------------
+
+    def count_parts(self) -> None:
+        """Gives every residual block its columns in a row of `time_rows`, and every cross-attention its place."""
+        for block, (first, end) in zip(
+            self.timed_blocks(), pairwise(accumulate(self.row_widths, initial=0)), strict=True
+        ):
+            block.columns = slice(first, end)
+        for index, attention in enumerate(self.text_attentions()):
+            attention.index = index
+
+    def timed_blocks(self) -> list[ResnetBlock]:
+        return [module for module in self.modules() if isinstance(module, ResnetBlock)]
+
+    def text_attentions(self) -> list[Attention]:
+        blocks = [module for module in self.modules() if isinstance(module, TransformerBlock)]
+        return [attention for block in blocks for attention in block.text_attentions()]
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        return tuple(block.time_emb_proj.out_features for block in self.timed_blocks())
+
+    def time_rows(
+        self, time: Tensor, *, guidance_embedding: Tensor | None = None, **conditions: Any
+    ) -> tuple[Tensor, ...]:
+        embedding = self.embed(time, guidance=guidance_embedding, **conditions)
+        return tuple(block.time_emb_proj(embedding) for block in self.timed_blocks())
+
+    def text_tokens(self, context: Tensor) -> tuple[TextTokens, ...]:
+        context = self.project_context(context)
+        return tuple(attention.text_tokens(context).contiguous() for attention in self.text_attentions())
+
+    def project_context(self, context: Tensor) -> Tensor:
+        return context if self.config.encoder_hid_dim is None else self.encoder_hid_proj(context)
+
+    def hoist(self, times: Tensor, inputs: Inputs) -> Hoisted | None:
+        """What depends on the text alone or on the times (U,) alone, once for a run: see `hoist`."""
+        return hoist(self, times, inputs)
+
+    # --- a call -----------------------------------------------------------------------------------------------------
 
     def descend(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, list[Tensor]]:
         """The way down after `conv_in`: x at the bottom, and every skip from the first."""
@@ -243,6 +298,7 @@ class UNet(Descent):
         )
         for index, (block, _, _) in enumerate(self.cross_attentions()):
             block.index = index
+        self.count_parts()
         for name, module in self.named_modules():
             if isinstance(module, PixelAttention | SpatialTransformer):
                 module.place = name
@@ -266,7 +322,7 @@ class UNet(Descent):
     def forward(
         self,
         x: Tensor,  # (B, C, H, W)
-        time: Tensor,  # (B,)
+        time: Tensor | None = None,  # (B,)
         context: Tensor | None = None,  # (B, L, D)
         *,
         labels: Tensor | None = None,  # (B,), or what the class embedding takes
@@ -278,16 +334,19 @@ class UNet(Descent):
         context_mask: Tensor | None = None,  # (B, L), True is seen
         perturbed: tuple[str, ...] = (),
         skipped: tuple[str, ...] = (),
+        text: tuple[TextTokens, ...] = (),  # in place of context, from `hoist`
+        hoisted: Tensor | None = None,  # (B, S): in place of time, labels, pooled, sizes and guidance_embedding
     ) -> Tensor:
         if self.config.center_input_sample:
             x = 2 * x - 1
-        if context is not None and self.config.encoder_hid_dim is not None:
-            context = self.encoder_hid_proj(context)
-        embedding = self.embed(time, labels, pooled, sizes, guidance_embedding)  # (B, E)
+        context = None if context is None else self.project_context(context)
+        embedding = (
+            None if hoisted is not None else self.embed(time, labels, pooled, sizes, guidance_embedding)
+        )  # (B, E)
         mask = None if context_mask is None else context_mask[:, None, None, :].bool()
-        inputs = BlockInputs(embedding, context, mask, image, perturbed, skipped)
+        inputs = BlockInputs(embedding, context, mask, image, perturbed, skipped, text, hoisted)
 
-        x, skips = self.descend(self.conv_in(x), inputs)
+        x, skips = self.descend(self.conv_in(ops.arrange(x)), inputs)
         if residuals is not None:
             skips = [skip + extra for skip, extra in zip(skips, residuals[0], strict=True)]
         if self.mid_block is not None:
@@ -296,4 +355,4 @@ class UNet(Descent):
             x = x + residuals[1]
         for block in self.up_blocks:
             x = block(x, skips, inputs)
-        return self.conv_out(silu(self.conv_norm_out(x)))  # (B, C_out, H, W)
+        return self.conv_out(ops.norm_silu(x, self.conv_norm_out))  # (B, C_out, H, W)

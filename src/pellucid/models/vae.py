@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.models.blocks import Downsample, PixelAttention, ResnetBlock, Upsample, silu
+from pellucid.models import ops
+from pellucid.models.blocks import Downsample, PixelAttention, ResnetBlock, Upsample
 
 _EPS = 1e-6  # of every norm: no config says it
 
@@ -219,11 +220,11 @@ class Encoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], 2 * c.latent_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)  # (B, C₀, H, W)
+        x = self.conv_in(ops.arrange(x))  # (B, C₀, H, W)
         for block in self.down_blocks:
             x = block(x)  # (B, C, H/2, W/2), the last at its size
         x = self.mid_block(x)  # (B, C, H/f, W/f)
-        return self.conv_out(silu(self.conv_norm_out(x)))  # (B, 2·latent_channels, H/f, W/f)
+        return self.conv_out(ops.norm_silu(x, self.conv_norm_out))  # (B, 2·latent_channels, H/f, W/f)
 
 
 class Decoder(nn.Module):
@@ -243,11 +244,11 @@ class Decoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], c.out_channels, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
-        x = self.conv_in(z)  # (B, C, h, w)
+        x = self.conv_in(ops.arrange(z))  # (B, C, h, w)
         x = self.mid_block(x)
         for block in self.up_blocks:
             x = block(x)  # (B, C, 2h, 2w), the last at its size
-        return self.conv_out(silu(self.conv_norm_out(x)))  # (B, 3, h·f, w·f)
+        return self.conv_out(ops.norm_silu(x, self.conv_norm_out))  # (B, 3, h·f, w·f)
 
 
 class AutoencoderKL(nn.Module):

@@ -14,7 +14,7 @@ from pellucid.labs.answers import Check, Mistake
 from pellucid.labs.checks.tensors import off
 from pellucid.models.attention import split_heads
 from pellucid.models.dit import DiT, DiTConfig
-from pellucid.models.dit_blocks import modulate
+from pellucid.models.ops import modulate
 from pellucid.models.unet import UNet
 from pellucid.pipeline.encoders.text import encode_prompts
 

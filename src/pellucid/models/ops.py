@@ -1,0 +1,290 @@
+"""The operations that networks are written in. Each has a plain torch form, and a fused form for CUDA.
+
+The plain form runs anywhere, trains, and calls its layers as modules, so that hooks see them. The fused form uses the
+kernels of `pellucid.models.kernels` and the epilogues of matrix products; it reads the weights of its layers directly,
+keeps feature maps in channels-last order, where tokens are a view of pixels, and adds each bias where the result is
+read next. An operation takes the plain form where a hook watches one of its layers. Names: x is the residual stream,
+h what is added to it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_DEVICE = "cuda"
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_WANTED: ContextVar[bool] = ContextVar("pellucid_fused_operations", default=True)
+
+# --- which form ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def using(*, fused: bool) -> Iterator[None]:
+    """Inside, in this thread, operations take their fused form where they can, or never."""
+    token = _WANTED.set(fused)
+    try:
+        yield
+    finally:
+        _WANTED.reset(token)
+
+
+@cache
+def _kernels() -> Any:
+    """The module of the fused kernels, or None where it cannot run."""
+    try:
+        kernels = importlib.import_module("pellucid.models.kernels")  # needs triton, an optional import
+    except ImportError:
+        return None
+    return kernels if kernels.available() else None
+
+
+def fused(x: Tensor, *layers: nn.Module | None) -> bool:
+    """Whether an operation on x with these layers takes its fused form."""
+    return (
+        x.device.type == _DEVICE
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and x.dtype in _DTYPES
+        and _WANTED.get()
+        and _kernels() is not None
+        and not any(layer is not None and watched(layer) for layer in layers)
+    )
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether hooks see the calls of this module, not counting those of its parts."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+# --- pixels -------------------------------------------------------------------------------------------------------
+
+
+def arrange(x: Tensor) -> Tensor:
+    """A feature map in the order that the following operations want: fused, with the channels innermost."""
+    return _channels_last(x) if fused(x) else x
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU that writes over its input where nobody trains: one activation less at the peak."""
+    return F.silu(x, inplace=not torch.is_grad_enabled())
+
+
+def group_norm(x: Tensor, norm: nn.GroupNorm) -> Tensor:
+    return _group_norm(x, norm, silu=False) if fused(x, norm) else norm(x)
+
+
+def norm_silu(x: Tensor, norm: nn.GroupNorm) -> Tensor:
+    """silu(norm(x))"""
+    return _group_norm(x, norm, silu=True) if fused(x, norm) else silu(norm(x))
+
+
+def conv_norm_silu(
+    x: Tensor,
+    conv: nn.Conv2d,
+    norm: nn.GroupNorm,
+    *,
+    shift: Tensor | None = None,  # (B, C): added before the norm
+    film: tuple[Tensor, Tensor] | None = None,  # scale and offset (B, C): the norm · (1 + scale) + offset
+) -> Tensor:
+    """silu(norm(conv(x) + shift)), or with `film` silu(norm(conv(x)) · (1 + scale) + offset)."""
+    if fused(x, conv, norm):
+        return _group_norm(_without_bias(x, conv), norm, silu=True, add=conv.bias, shift=shift, film=film)
+    x = conv(x)  # (B, C, H, W); the name is taken over, so that what came in is freed
+    x = norm(x if shift is None else x + shift[:, :, None, None])
+    if film is not None:
+        scale, offset = (part[:, :, None, None] for part in film)  # (B, C, 1, 1) each
+        x = x * (1 + scale) + offset
+    return silu(x)
+
+
+def conv_residual(
+    x: Tensor, h: Tensor, conv: nn.Conv2d, *, shortcut: nn.Conv2d | None = None, output_scale: float = 1.0
+) -> Tensor:
+    """(x + conv(h)) / output_scale; x goes through the 1×1 convolution `shortcut` where the channels differ."""
+    if fused(x, conv, shortcut):
+        x = x if shortcut is None else pointwise(x, shortcut)
+        return _kernels().add_bias(_channels_last(x), _without_bias(h, conv), conv.bias, 1.0 / output_scale)
+    h = conv(h)  # the shortcut only now, so that what came in is freed
+    return _scaled((x if shortcut is None else shortcut(x)) + h, output_scale)
+
+
+def pointwise(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """A 1×1 convolution; fused, it is a matrix product, which adds its bias on the way."""
+    if fused(x, conv):
+        return from_tokens(F.linear(tokens(_channels_last(x)), conv.weight.flatten(1), conv.bias), x)
+    return conv(x)
+
+
+def _group_norm(x: Tensor, norm: nn.GroupNorm, **more: Any) -> Tensor:
+    return _kernels().group_norm(_channels_last(x), norm.weight, norm.bias, norm.num_groups, norm.eps, **more)
+
+
+def _without_bias(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    return F.conv2d(_channels_last(x), conv.weight, None, conv.stride, conv.padding)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)  # itself, where it is already
+
+
+def _scaled(x: Tensor, output_scale: float) -> Tensor:
+    return x if output_scale == 1.0 else x / output_scale
+
+
+# --- from pixels to tokens and back -------------------------------------------------------------------------------
+
+
+def tokens(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)  # (B, C, H, W) → (B, H·W, C); a contiguous view where x is channels-last
+
+
+def from_tokens(h: Tensor, like: Tensor) -> Tensor:
+    """Tokens (B, H·W, C) as the pixels (B, C, H, W) of a feature map."""
+    return h.transpose(1, 2).unflatten(2, like.shape[2:])
+
+
+def project_in(x: Tensor, layer: nn.Linear | nn.Conv2d) -> Tensor:
+    """Pixels as tokens (B, H·W, C') through a linear layer or a 1×1 convolution."""
+    if fused(x, layer):
+        return F.linear(tokens(_channels_last(x)), layer.weight.flatten(1), layer.bias)
+    return tokens(layer(x)) if isinstance(layer, nn.Conv2d) else layer(tokens(x))
+
+
+def project_out(x: Tensor, h: Tensor, layer: nn.Linear | nn.Conv2d) -> Tensor:
+    """x + the tokens h as pixels, through a linear layer or a 1×1 convolution."""
+    if fused(x, layer):
+        h = F.linear(h, layer.weight.flatten(1))
+        return from_tokens(_kernels().add_bias(tokens(_channels_last(x)), h, layer.bias), x)
+    if isinstance(layer, nn.Conv2d):
+        return x + layer(h.transpose(1, 2).reshape(x.shape))
+    return x + layer(h).transpose(1, 2).reshape(x.shape)
+
+
+def tokens_residual(x: Tensor, h: Tensor, output_scale: float = 1.0) -> Tensor:
+    """(x + the tokens h as pixels) / output_scale"""
+    if fused(x):
+        total = _kernels().add_bias(tokens(_channels_last(x)), h, None, 1.0 / output_scale)
+        return from_tokens(total, x)
+    return _scaled(x + h.transpose(1, 2).reshape(x.shape), output_scale)
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------
+
+
+class Update(NamedTuple):
+    """What is still to be added to the residual stream: h, or gate · h."""
+
+    h: Tensor  # (B, L, D)
+    gate: Tensor | None = None  # (B, D)
+
+
+def residual(x: Tensor, update: Update | None) -> Tensor:
+    """x + h, or x + gate · h"""
+    if update is None:
+        return x
+    return x + update.h if update.gate is None else torch.addcmul(x, update.gate[:, None], update.h)
+
+
+def residual_norm(x: Tensor, update: Update | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """The residual stream after an update, and its layer norm."""
+    if fused(x, norm):
+        h, gate = update or (None, None)
+        summed, normed = _kernels().add_layer_norm(x, h, norm.weight, norm.bias, norm.eps, gate=gate)
+        return summed, normed
+    x = residual(x, update)
+    return x, norm(x)
+
+
+def residual_modulate(
+    x: Tensor, update: Update | None, shift: Tensor, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The residual stream after an update, and its layer norm with gain and bias from a condition (B, D) each."""
+    if fused(x):
+        h, gate = update or (None, None)
+        more = {"gate": gate, "scale": scale, "shift": shift}
+        summed, normed = _kernels().add_layer_norm(x, h, None, None, eps, **more)
+        return summed, normed
+    x = residual(x, update)
+    return x, modulate(x, shift[:, None], scale[:, None], eps)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Layer norm whose gain and bias come from the condition: (B, L, D) with shift and scale (B, 1, D)."""
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
+
+
+def linear_gelu(x: Tensor, layer: nn.Linear, approximate: str) -> Tensor:
+    """gelu(layer(x)); fused, the tanh form is taken by the product itself."""
+    if approximate == "tanh" and layer.bias is not None and fused(x, layer):
+        h = torch._addmm_activation(layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True)
+        return h.unflatten(0, x.shape[:-1])
+    return F.gelu(layer(x), approximate=approximate)
+
+
+def gated_gelu(x: Tensor, layer: nn.Linear) -> Tensor:
+    """a · gelu(g), where a and g are the halves of layer(x)."""
+    if fused(x):
+        gated: Tensor = _kernels().gated_gelu(layer(x))
+        return gated
+    x, gate = layer(x).chunk(2, dim=-1)
+    return x * F.gelu(gate)
+
+
+# --- several layers as one product --------------------------------------------------------------------------------
+
+
+def linears(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
+    """The layers' results for one x; fused, one product where `pack` has laid their weights one behind another.
+
+    The weights that are there count: of a layer whose weight was replaced, as by LoRA, nothing old is read.
+    """
+    if fused(x, *layers):
+        weight = _as_one([layer.weight for layer in layers])
+        bias = _as_one([layer.bias for layer in layers])
+        if weight is not None and (bias is not None or all(layer.bias is None for layer in layers)):
+            return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+    return [layer(x) for layer in layers]
+
+
+def pack(*layers: nn.Linear) -> None:
+    """Gives layers that read the same input new parameters, which are views of one storage.
+
+    To be done where the weights stay: moving or converting them takes them apart again.
+    """
+    for name in ("weight", "bias"):
+        parts = [layer._parameters[name] for layer in layers]
+        whole = [part for part in parts if part is not None]
+        if len(whole) < len(parts) or _as_one(whole) is not None:
+            continue
+        joined = torch.cat([part.detach() for part in whole])
+        for layer, part, piece in zip(layers, whole, joined.split([len(part) for part in whole]), strict=True):
+            layer._parameters[name] = nn.Parameter(piece, requires_grad=part.requires_grad)
+
+
+def packed(*layers: nn.Linear) -> bool:
+    """Whether the weights of these layers lie one behind another."""
+    return _as_one([layer.weight for layer in layers]) is not None
+
+
+def _as_one(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Tensors that lie one behind another in one storage as the one that they make; None where they do not."""
+    whole = [part for part in parts if part is not None]
+    if len(whole) < len(parts) or not all(part.is_contiguous() for part in whole):
+        return None
+    for part, following in pairwise(whole):
+        if part.untyped_storage().data_ptr() != following.untyped_storage().data_ptr():
+            return None
+        if part.dtype != following.dtype or part.storage_offset() + part.numel() != following.storage_offset():
+            return None
+    first = whole[0]
+    return first.as_strided((sum(len(part) for part in whole), *first.shape[1:]), first.stride())
