@@ -216,8 +216,6 @@ def _remember(history: tuple[Tensor, ...], p0: Tensor, use: Use, held: Tensor, d
     pushed = (p0, *history)[:depth]
     if not use.held:
         return pushed
-    if len(held) == 1:  # all images are at one row
-        return history
     kept = held.bool()
     longer = (*history, *([torch.zeros_like(p0)] * (len(pushed) - len(history))))
     return tuple(torch.where(kept, old, new) for old, new in zip(longer, pushed, strict=False))

@@ -1,0 +1,241 @@
+"""Device steps: the program that a GPU captures, run as it is on the CPU, against the plain step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pellucid import Clip, PellucidError, Philox, compile_plan, schedules
+from pellucid.core import samplers
+from pellucid.core.batch import Batch, Entry, StepSeen
+from pellucid.models.captured import StepGraphs, bucket
+from pellucid.models.guidance import Guidance
+from pellucid.models.guided import GuidedDenoiser
+from pellucid.models.unet import UNet
+from pellucid.models.unet_config import UNetConfig
+
+SCALED = schedules.make("scaled_linear")
+SHAPE = (4, 8, 8)
+GUIDANCES = (
+    *(
+        "7",
+        "1",
+        "guarded 9",
+        "5 + interval start=0.2 stop=0.7",
+        "3 + rescale + mimic",
+        "linear:9:2",
+        "6 + apg momentum=0",
+    ),
+    "4 + threshold",
+)
+
+
+class Toy(nn.Module):
+    """A network that takes a text, and keeps how many calls it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.3))
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor, time: Tensor, context: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        push = context.mean((1, 2)) * self.weight
+        return x * (0.2 + 0.6 * time.reshape(-1, 1, 1, 1) / 1000) / (1.0 + x * x) + push[:, None, None, None]
+
+
+def unet() -> UNet:
+    torch.manual_seed(0)
+    config = UNetConfig(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    return UNet(config).eval().requires_grad_(False)
+
+
+def entry(network: nn.Module, sampler: str, steps: int, seed: int, guidance: str, **more: Any) -> Entry:
+    generator = torch.Generator().manual_seed(seed)
+    cond, uncond = ({"context": torch.randn(1, 6, 16, generator=generator)} for _ in range(2))
+    plan, noise = compile_plan(sampler, steps=steps), Philox(seed)
+    options = {key: more.pop(key) for key in ("x0_filter",) if key in more}
+    own = GuidedDenoiser(network, SCALED, "eps", cond, uncond, Guidance.parse(guidance), **options)
+    return Entry([plan], own, noise.first(SHAPE, torch.empty(0), [0]) * plan.initial_scale, noise, **more)
+
+
+def drain(entries: Sequence[Entry], graphs: StepGraphs | None, seed: int = 0) -> Batch:
+    rng, waiting = random.Random(seed), list(entries)
+    network: Any = waiting[0].denoiser.network  # type: ignore[attr-defined]
+    batch = Batch(stepper=None if graphs is None else graphs.stepper([network], capture=False))
+    with torch.no_grad():
+        while batch.entries or waiting:
+            while waiting and (not batch.entries or rng.random() < 0.5):
+                batch.join(waiting.pop(0))
+            batch.step()
+            if graphs is not None and batch.entries and batch.stepper is not None:
+                assert batch.stepper.why == ""  # type: ignore[attr-defined]
+    for one in entries:
+        assert one.error is None
+    return batch
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("guidance", GUIDANCES)
+def test_a_program_is_the_plain_step(guidance: str) -> None:
+    network = Toy()
+    made = [entry(network, name, 7, 3, guidance) for name in ("dpmpp_2m", "dpmpp_2m")]
+    drain(made[:1], None)
+    drain(made[1:], StepGraphs())
+    assert off(made[1].result, made[0].result) < 3e-6
+    assert network.calls[:7] == network.calls[7:]  # an image that is not guided at a row makes one call there too
+
+
+def test_every_sampler_joins_and_leaves() -> None:
+    asked = []
+    for k, name in enumerate(samplers.names()):
+        try:
+            compile_plan(name, steps=5)
+        except PellucidError:  # a sampler of another schedule
+            continue
+        asked.append((name, 3 + k % 6, k, GUIDANCES[k % len(GUIDANCES)]))
+    assert len(asked) > 25
+    network = Toy()
+    plain, device = ([entry(network, *one) for one in asked] for _ in range(2))
+    drain(plain, None)
+    drain(device, StepGraphs(), seed=1)
+    for one, wanted, found in zip(asked, plain, device, strict=True):
+        assert off(found.result, wanted.result) < 1e-5, one
+
+
+@pytest.mark.parametrize("sampler", ["euler_cfgpp", "dpmpp_2m_cfgpp"])
+@pytest.mark.parametrize("more", [{}, {"x0_filter": Clip(0.7)}])
+def test_samplers_that_keep_the_unconditional_prediction(sampler: str, more: dict[str, Any]) -> None:
+    made = [entry(Toy(), sampler, 6, 1, "2 + rescale", **more) for _ in range(2)]
+    drain(made[:1], None)
+    drain(made[1:], StepGraphs())
+    assert off(made[1].result, made[0].result) < 3e-6
+
+
+def test_a_real_unet_with_its_text_and_times_hoisted() -> None:
+    network = unet()
+    made = [[entry(network, "heun", 4, 5, "guarded 9"), entry(network, "euler_a", 6, 6, "1")] for _ in range(2)]
+    drain(made[0], None)
+    drain(made[1], StepGraphs())
+    for wanted, found in zip(*made, strict=True):
+        assert off(found.result, wanted.result) < 2e-5
+
+
+def test_observers_see_the_same_steps() -> None:
+    seen: list[list[StepSeen]] = [[], []]
+    network = Toy()
+    for graphs, own in ((None, seen[0]), (StepGraphs(), seen[1])):
+        drain([entry(network, "dpmpp_2m", 5, 2, "7", observers=[own.append])], graphs)
+    for wanted, found in zip(*seen, strict=True):
+        assert (found.index, found.images, found.rows) == (wanted.index, wanted.images, wanted.rows)
+        for name in ("x", "x0", "x_next"):
+            assert off(getattr(found, name), getattr(wanted, name)) < 3e-6
+        for name in ("cond", "uncond"):
+            assert off(found.parts[name], wanted.parts[name]) < 3e-6
+
+
+def test_a_constraint_holds() -> None:
+    def half(step: StepSeen) -> Tensor:
+        return step.x_next * 0.5
+
+    made = [entry(Toy(), "heun", 4, 2, "7", constraints=[half]) for _ in range(2)]
+    drain(made[:1], None)
+    drain(made[1:], StepGraphs())
+    assert off(made[1].result, made[0].result) < 3e-6
+
+
+def test_registers_and_programs_are_used_again() -> None:
+    graphs, network = StepGraphs(), Toy()
+    for seed in range(5):
+        drain([entry(network, "euler", 4, seed, "7")], graphs)
+        graphs_stepper_closed(graphs, network)
+    assert len(graphs.free) == 1
+    assert len(graphs.free[0].programs) == 1
+
+
+def graphs_stepper_closed(graphs: StepGraphs, network: nn.Module) -> None:
+    """A stepper that a batch has left gives its registers back."""
+    made = entry(network, "euler", 4, 9, "7")
+    batch = Batch(stepper=graphs.stepper([network], capture=False))
+    with torch.no_grad():
+        batch.join(made)
+        while batch.entries:
+            batch.step()
+    assert batch.stepper is not None
+    batch.stepper.close()
+
+
+def test_the_programs_used_longest_ago_go() -> None:
+    graphs, network = StepGraphs(most=2), Toy()
+    for count in (1, 2, 3):
+        made = [entry(network, "euler", 3, seed, "7") for seed in range(count)]
+        batch = Batch(stepper=graphs.stepper([network], capture=False))
+        with torch.no_grad():
+            for one in made:
+                batch.join(one)
+            while batch.entries:
+                batch.step()
+        assert batch.stepper is not None
+        batch.stepper.close()
+    assert sorted(one.count for one in graphs.free) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("guidance", "why"),
+    [("5 + apg", "memory of a rule"), ("4 + pag", "extra terms"), ("4 + cfg_zero", "memory of a rule")],
+)
+def test_what_a_program_cannot_do_is_stepped_plainly(guidance: str, why: str) -> None:
+    class Takes(Toy):
+        def forward(self, x: Tensor, time: Tensor, context: Tensor, *, perturbed: tuple[str, ...] = ()) -> Tensor:
+            return super().forward(x, time, context) * (0.5 if perturbed else 1.0)
+
+    network = Takes()
+    wanted, found = (entry(network, "euler", 4, 1, guidance) for _ in range(2))
+    drain([wanted], None)
+    batch = Batch(stepper=StepGraphs().stepper([network], capture=False))
+    with torch.no_grad():
+        batch.join(found)
+        batch.step()
+        assert batch.stepper is not None
+        assert batch.stepper.why == why  # type: ignore[attr-defined]
+        while batch.entries:
+            batch.step()
+    assert torch.equal(found.result, wanted.result)
+
+
+def test_hooks_that_watch_the_network_are_stepped_plainly() -> None:
+    network, made = unet(), None
+    seen: list[int] = []
+    network.mid_block.register_forward_hook(lambda *_: seen.append(1))
+    made = entry(network, "euler", 3, 1, "7")
+    batch = Batch(stepper=StepGraphs().stepper([network], capture=False))
+    with torch.no_grad():
+        batch.join(made)
+        batch.step()
+    assert batch.stepper is not None
+    assert batch.stepper.why == "hooks"  # type: ignore[attr-defined]
+    assert seen == [1]
+
+
+def test_buckets_are_near_their_counts() -> None:
+    assert [bucket(n) for n in range(1, 21)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 10, 12, 12, 14, 14, 16, 16, 20, 20, 20, 20]
+    assert all(n <= bucket(n) <= 1.25 * n + 1 for n in range(1, 500))
