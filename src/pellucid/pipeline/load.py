@@ -79,7 +79,7 @@ def load(
     if parts.vae is not None and _leaves_float16(parts.vae):
         parts.vae.float()
         parts = replace(parts, notes=(*parts.notes, "the VAE works in float32: its config says force_upcast"))
-    if policy.channels_last:
+    if policy.does("channels_last", goal):
         set_memory_format(parts, torch.channels_last)
     return Pipeline(parts, policy, goal)
 

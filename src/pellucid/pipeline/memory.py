@@ -115,12 +115,13 @@ def predict(
     shadows = Shadows("cuda" if cuda else "cpu", waits=policy.offload != "none", dtype=dtype)
     few = min(request.steps or _STEPS, _STEPS) if steps is None else steps
     ghosts = _Ghosts.of(model, replace(request, plan=None, steps=few), shadows)
-    if policy.channels_last and policy.offload == "none":
+    last = policy.does("channels_last", where)
+    if last and policy.offload == "none":
         set_memory_format(ghosts.components, torch.channels_last)
     tracker = Rehearsal(
         ["meta"] if cuda else ["meta", "cpu"],
         grain=GRAIN if cuda else 1,
-        scratch=borrowed_bytes(policy.channels_last) if cuda else None,
+        scratch=borrowed_bytes(last) if cuda else None,
     )
     tracker.hold(ghosts.resident, [shadows.shadow(tensor) for tensor in beside])
     eager = replace(policy, compile=False)  # compiled code holds no more than this

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pellucid.core.plan import Plan
 from pellucid.interop import lora_file, source, weights
 from pellucid.interop.components import Components, text_parts
 from pellucid.models import ip_adapter, lora
+from pellucid.models.captured import DeviceStepper, StepGraphs
 from pellucid.models.clip import CLIPVisionEncoder
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.dit import DiT
@@ -44,6 +45,11 @@ class Model:
     policy: Policy = field(default_factory=Policy)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shelf: AdapterShelf = field(default_factory=AdapterShelf)
+    graphs: StepGraphs = field(default_factory=StepGraphs)
+
+    def stepper(self, networks: Sequence[nn.Module]) -> DeviceStepper | None:
+        """What steps a batch with these networks as captured graphs, where the policy wants that."""
+        return self.graphs.stepper(networks) if self.policy.does("graphs", self.device) else None
 
     # --- what a request leaves open -------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ Offload = Literal["none", "component", "block"]
 _OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 ON_CPU = ("auto", "flash", "math")  # the attention kernels that torch has for a CPU
 LEAST_TILE = 16
+FAST = ("channels_last", "fused", "graphs")  # what a policy does on CUDA unless it is told not to
 
 
 class Effect(NamedTuple):
@@ -45,6 +46,10 @@ EFFECTS = {
         "the weights cross the bus once a run (component), or once a step (block)",
     ),
     "compile": Effect("time of a step", "the first call of each shape, which compiles for a minute or more"),
+    "without": Effect(
+        "what the fast path on CUDA holds: graphs keep the activations of one call from run to run",
+        "time: channels_last, fused (kernels that do several operations at once) and graphs (one launch per step)",
+    ),
     "dtype": Effect(
         "weights and activations, by half from float32; chosen when the model is loaded",
         "precision: 8 bits in bfloat16",
@@ -59,7 +64,9 @@ class Policy:
     attention: the kernel of every attention. vae_slicing: images are decoded one at a time. vae_tile: latents a tile
     side when decoding and encoding, None for the whole image. channels_last: convolutions with the channels
     innermost. offload: networks wait on the CPU, whole or block by block, and come to the device when they are used.
-    compile: the denoising network through torch.compile. The dtype is the model's, chosen when it is loaded.
+    compile: the denoising network through torch.compile, for networks that have no fused operations. without: parts
+    of the fast path on CUDA to leave out, of channels_last, fused and graphs. The dtype is the model's, chosen when it
+    is loaded.
     """
 
     attention: str = flag("--attention", "NAME", "Attention: auto, flash, efficient, cudnn or math.", SPEED, "auto")
@@ -68,6 +75,9 @@ class Policy:
     channels_last: bool = flag("--channels-last", "", "Convolutions with the channels innermost.", SPEED, False, bool)
     offload: Offload = flag("--offload", "HOW", "Networks wait on the CPU: none, component or block.", SPEED, "none")
     compile: bool = flag("--compile", "", "Compile the denoising network with torch.compile.", SPEED, False, bool)
+    without: tuple[str, ...] = flag(
+        "--without", "PARTS", "Leave out on CUDA: channels_last, fused, graphs (with commas).", SPEED, ()
+    )
 
     def __post_init__(self) -> None:
         from pellucid.models.attention import BACKENDS  # torch comes with it
@@ -80,6 +90,11 @@ class Policy:
         for name in ("vae_slicing", "channels_last", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise PellucidError(rule(name, "True or False", getattr(self, name)), "policy")
+        given = self.without.split(",") if isinstance(self.without, str) else list(self.without)
+        for part in (part.strip() for part in given):
+            if part not in FAST:
+                raise PellucidError(rule("without", f"of {', '.join(FAST)}", part, nearest(part, FAST)), "policy")
+        object.__setattr__(self, "without", tuple(part for part in FAST if part in {p.strip() for p in given}))
         tile = self.vae_tile
         if tile is not None and (isinstance(tile, bool) or not isinstance(tile, int) or tile < LEAST_TILE):
             raise PellucidError(rule("vae_tile", f"None or at least {LEAST_TILE} latents", tile), "policy")
@@ -96,6 +111,13 @@ class Policy:
             raise PellucidError(rule("offload", must, self.offload), "policy")
         if self.attention not in ON_CPU:
             raise PellucidError(rule("attention", f"one of {', '.join(ON_CPU)} on the CPU", self.attention), "policy")
+
+    def does(self, part: str, device: torch.device) -> bool:
+        """Whether a part of the fast path is taken on a device."""
+        if part == "channels_last" and self.channels_last:
+            return True
+        by_hand = self.compile or self.offload != "none"  # the weights move, or the code is made from the plain form
+        return device.type == "cuda" and part not in self.without and not (part == "graphs" and by_hand)
 
     def ready(self, network: Any) -> Any:
         """The denoising network as the policy wants it called: compiled, or as it is.

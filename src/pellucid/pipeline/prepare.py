@@ -295,6 +295,7 @@ def denoise(prepared: Prepared) -> Latents:
             prepared.observers,
             prepared.constraints,
             settings.request.cancelled,
+            settings.model.stepper(prepared.networks),
         )
     return Latents(x, settings, stages, prepared.recipes, prepared.notes)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
 from pellucid.core.errors import PellucidError, is_out_of_memory, rule
-from pellucid.models import attention
+from pellucid.models import attention, ops
 from pellucid.models.attention import Attention
 from pellucid.models.blocks import Downsample, FeedForward, ResnetBlock, TransformerBlock, Upsample
 from pellucid.pipeline.policy import Policy
@@ -310,6 +310,7 @@ class Stages:
                     inside.enter_context(meter.stage(name))
                 inside.enter_context(self.present(name, used))
                 inside.enter_context(attention.backend(self.policy.attention))
+                inside.enter_context(ops.using(fused=self.policy.does("fused", self.device)))
                 yield
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
