@@ -1,10 +1,11 @@
-"""The kernels against plain torch in float64, over shapes drawn from a seed; the same on a GPU and in Triton's interpreter."""
+"""The kernels against plain torch in float64, over shapes drawn from a seed, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
 import math
 import random
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +64,10 @@ def optional(x: Tensor | None) -> Tensor | None:
 def check_group_norm(draw: Draw) -> None:
     """Both forms of launch: whole groups in registers, and partial statistics."""
     width = draw.one(1, 3, 4, 8, 10, 20, 30, 40, 80, more=(60, 16, 96, 7))
-    groups = draw.one(1, 3, 8, 32)
-    height, across = draw.one((1, 1), (3, 5), (8, 8), (17, 9), (1, 40), more=((64, 64), (33, 47), (32, 32), (16, 16), (128, 64)))
+    groups = draw.one(1, 3, 8, 32) if draw.large or width < 20 else draw.one(2, 5)
+    height, across = draw.one(
+        (1, 1), (3, 5), (8, 8), (17, 9), (1, 40), more=((64, 64), (33, 47), (32, 32), (16, 16), (128, 64))
+    )
     images = draw.one(1, 2, 3, more=(5, 16, 33))
     channels = width * groups
     mean = draw.one(0.0, 100.0)
@@ -89,16 +92,18 @@ def check_group_norm(draw: Draw) -> None:
 
     tiles = [kernels.norm_tiles(images, height * across, width, groups)]
     lanes, per_program = kernels._lanes_of_groups(width, groups)
-    for rows in (4, 16):
-        tiles.append(kernels.NormTiles(rows * draw.choice.choice([1, 2, 3]), rows, lanes, per_program, 4))
+    for parts in (1, draw.one(2, 3, 5, more=(70, 300))):
+        rows = draw.one(1, 4, 16) if height * across < 60 else 16
+        loops = -(-height * across // (rows * parts))
+        tiles.append(kernels.NormTiles(rows * loops, rows, lanes, per_program, 4))
     # What is lost with a large mean is the rounding of float32 itself, in the mean and in x - mean.
     slack = 4e-6 + 2e-6 * mean + (1e-4 if v.abs().max() > 25 else 0) + 1e-5 * float(y.abs().max())
+    options = {"silu": silu, "add": add, "shift": shift, "film": film}
     for one in tiles:
-        options = {"silu": silu, "add": add, "shift": shift, "film": film}
-        found = kernels.tiled_group_norm(x, weight, bias, groups, eps, one, **options)
+        with patch.object(kernels, "norm_tiles", return_value=one):
+            found = kernels.group_norm(x, weight, bias, groups, eps, **options)
         assert found.is_contiguous(memory_format=torch.channels_last)
         close(found, y, draw.dtype, slack)
-    close(kernels.group_norm(x, weight, bias, groups, eps, **options), y, draw.dtype, slack)
 
 
 def check_no_cancellation(draw: Draw) -> None:
@@ -108,7 +113,8 @@ def check_no_cancellation(draw: Draw) -> None:
     expected = F.group_norm(x.double(), 4, eps=1e-6)
     for chunk in (0, 16, 48):
         tiles = kernels.NormTiles(chunk, 16 if chunk else 256, 128 if chunk else 8, 4 if chunk else 1, 4)
-        found = kernels.tiled_group_norm(x, one, zero, 4, 1e-6, tiles, silu=False)
+        with patch.object(kernels, "norm_tiles", return_value=tiles):
+            found = kernels.group_norm(x, one, zero, 4, 1e-6, silu=False)
         assert (found.double() - expected).abs().max() < 1e-3
     rows = x.permute(0, 2, 3, 1).reshape(2, 144, 24).contiguous()
     _, y = kernels.add_layer_norm(rows, None, None, None, 1e-6)
@@ -173,7 +179,7 @@ def check_quantize(draw: Draw) -> None:
     found = kernels.quantize(x)
     rows = x.float().reshape(-1, x.shape[-1])
     most = rows.abs().amax(1, keepdim=True).clamp_min(1e-12)
-    expected = (rows * (LARGEST / most)).to(torch.float8_e4m3fn).reshape(x.shape)
+    expected = (rows * torch.div(torch.full_like(most, LARGEST), most)).to(torch.float8_e4m3fn).reshape(x.shape)
     same_quantized(found, Quantized(expected, most / LARGEST))
     assert found.values[0, 0].float().abs().max() == 0
     back = found.values.double().reshape(rows.shape) * found.scale.double()
@@ -220,7 +226,8 @@ def check_update_rows(draw: Draw) -> None:
     channels, height, width = draw.one((4, 3, 5), (1, 1, 1), (3, 8, 8), more=((4, 64, 64), (16, 31, 33)))
     calls, n = 2 * slots, channels * height * width
     table = draw.normal(slots, rows, len(COLUMNS), dtype=torch.float32)
-    table *= torch.from_numpy((draw.choice.random() < 0.5) + (torch.rand(table.shape, generator=draw.generator) < 0.6).numpy()).to(table) > 0
+    if draw.choice.random() < 0.5:  # as most rows are
+        table[torch.rand(table.shape, generator=draw.generator) < 0.4] = 0
     table[..., COLUMNS["held"]] = (torch.rand(slots, rows, generator=draw.generator) < 0.3).to(table)
     cursor = torch.randint(rows, (slots,), generator=draw.generator).to(draw.device)
     active = (torch.rand(slots, generator=draw.generator) < 0.8).to(draw.device)
@@ -234,7 +241,9 @@ def check_update_rows(draw: Draw) -> None:
     if layout == "channels_last":
         cond = cond.contiguous(memory_format=torch.channels_last)
     if layout == "half":  # a network that predicts its variance too
-        cond = draw.normal(calls, 2 * channels, height, width).contiguous(memory_format=torch.channels_last)[:, :channels]
+        cond = draw.normal(calls, 2 * channels, height, width).contiguous(memory_format=torch.channels_last)[
+            :, :channels
+        ]
     if layout == "flat":
         cond = cond.reshape(calls, n)
     order = torch.randperm(calls, generator=draw.generator).to(draw.device)
@@ -256,7 +265,9 @@ def check_update_rows(draw: Draw) -> None:
 
 def check_scaled_input(draw: Draw) -> None:
     slots, rows = draw.one(1, 3, more=(16,)), draw.one(1, 4)
-    x = draw.normal(slots, *draw.one((4, 3, 5), (1, 1, 1), (3, 30, 31), more=((4, 64, 64), (16, 128, 128))), dtype=torch.float32)
+    x = draw.normal(
+        slots, *draw.one((4, 3, 5), (1, 1, 1), (3, 30, 31), more=((4, 64, 64), (16, 128, 128))), dtype=torch.float32
+    )
     table = draw.normal(slots, rows, len(COLUMNS), dtype=torch.float32)
     cursor = torch.randint(rows, (slots,), generator=draw.generator).to(draw.device)
     call_slot = torch.randint(slots, (draw.one(1, 5, more=(33,)),), generator=draw.generator).to(draw.device)
@@ -270,7 +281,9 @@ def check_normals(draw: Draw) -> None:
     images, count = draw.one(1, 3, more=(16, 33)), draw.one(1, 2, 5)
     n = draw.one(1, 30, 600, more=(16384, 65537))
     seeds = [draw.choice.randrange(2**64) for _ in range(images)]
-    draws = torch.tensor([[[draw.choice.randrange(2**31), draw.choice.randrange(40)] for _ in range(count)] for _ in seeds])
+    draws = torch.tensor(
+        [[[draw.choice.randrange(2**31), draw.choice.randrange(40)] for _ in range(count)] for _ in seeds]
+    )
     weights = torch.randn(images, count, generator=draw.generator)
     weights[torch.rand(images, count, generator=draw.generator) < 0.4] = 0
     out = torch.full((images, n), math.nan, device=draw.device)

@@ -1,4 +1,4 @@
-"""The kernels in Triton's interpreter: the code that a GPU runs, on CPU tensors. tests/gpu/test_kernels_gpu.py runs the compiled ones.
+"""The kernels in Triton's interpreter: the code that a GPU runs, on CPU tensors. tests/gpu runs them compiled.
 
 Triton decides when it is imported whether it interprets, so the checks run in a process of their own.
 """
@@ -9,14 +9,31 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from kernel_cases import CHECKS, Draw
 
 from pellucid.models import kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEEDS = 12
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
+
+
+@pytest.fixture
+def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions as a GPU's, to the nearest: the interpreter's own truncate to bf16 and lose a carry in fp8."""
+    from triton.runtime import interpreter
+
+    def converted(values: np.ndarray, source: Any, target: Any, _: object) -> np.ndarray:
+        numbers = torch.from_numpy(np.array(values).view(f"int{source.primitive_bitwidth}"))
+        held = numbers.view(TYPES[str(source)]).to(TYPES[str(target)])
+        return held.view(getattr(torch, f"int{target.primitive_bitwidth}")).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
@@ -34,6 +51,9 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@pytest.mark.usefixtures("_rounding")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # the interpreter's loops
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # a GPU gives infinity, which is right
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("name", CHECKS)
 def test_equals_plain_torch(name: str, seed: int) -> None:

@@ -1,7 +1,7 @@
 """Fused kernels for CUDA: what each computes, and how it is launched. Their code is in `triton_kernels`.
 
-Triton is optional and is imported by the first launch. Accumulation is in float32, a result has the dtype of x, and nothing here
-has a gradient. Block sizes follow from the shape by fixed rules, so that no time goes into tuning before the first image.
+Triton is optional and is imported by the first launch. Accumulation is in float32, a result has the dtype of x, and
+nothing here has a gradient. Block sizes follow from the shape by fixed rules: no tuning before the first image.
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ class NormTiles(NamedTuple):
     warps: int
 
 
+class Tiles(NamedTuple):
+    """How a kernel over rows of channels is cut: rows and padded channels of a tile."""
+
+    rows: int
+    lanes: int
+    warps: int
+
+
 @functools.cache
 def available() -> bool:
     """Whether Triton can be imported."""
@@ -67,9 +75,17 @@ def _cut(n: int, size: int) -> int:
     return -(-n // size)
 
 
-def _warps(elements: int, each: int = 1024) -> int:
-    """Warps of a tile: 32 elements a thread."""
-    return min(16, max(1, _padded(elements) // each))
+def whole_rows(channels: int) -> Tiles:
+    """Tiles of whole rows, for what is computed over a row: about 16 numbers a thread."""
+    lanes = _padded(channels)
+    rows = max(1, 2048 // lanes)
+    return Tiles(rows, lanes, min(16, rows * lanes // 512))
+
+
+def parts_of_rows(channels: int) -> Tiles:
+    """Tiles of any part of the rows; as wide as wastes no more lanes than a narrow one."""
+    lanes = min((512, 256, 128, 64), key=lambda n: _cut(channels, n) * n)
+    return Tiles(_TILE // lanes, lanes, 4)
 
 
 def _lanes_of_groups(width: int, groups: int) -> tuple[int, int]:
@@ -88,7 +104,7 @@ def norm_tiles(images: int, pixels: int, width: int, groups: int) -> NormTiles:
     """The programs of a GroupNorm of (images, groups · width, pixels)."""
     rows, lanes = _padded(pixels), _padded(width)
     if rows * lanes <= _WHOLE:
-        return NormTiles(0, rows, lanes, 1, _warps(rows * lanes))
+        return NormTiles(0, rows, lanes, 1, min(16, max(1, rows * lanes // 1024)))
     lanes, per_program = _lanes_of_groups(width, groups)
     rows = max(1, _TILE // lanes)
     parts = max(1, _PROGRAMS // (images * _cut(groups, per_program)))
@@ -111,28 +127,11 @@ def group_norm(
 
     `add` is (C,), `shift` and both of `film` are (B, C) with any row stride.
     """
-    tiles = norm_tiles(x.shape[0], x.shape[2] * x.shape[3], x.shape[1] // groups, groups)
-    return tiled_group_norm(x, weight, bias, groups, eps, tiles, silu=silu, add=add, shift=shift, film=film)
-
-
-def tiled_group_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    groups: int,
-    eps: float,
-    tiles: NormTiles,
-    *,
-    silu: bool,
-    add: Tensor | None = None,
-    shift: Tensor | None = None,
-    film: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """`group_norm` with the programs given."""
     images, channels, height, across = x.shape
     x = x.contiguous(memory_format=torch.channels_last)
     y = torch.empty_like(x, memory_format=torch.channels_last)
     pixels, width = height * across, channels // groups
+    tiles = norm_tiles(images, pixels, width, groups)
     by_image = _stride(shift)
     scale, offset = film or (None, None)
     by_film = _stride(scale, offset)
@@ -169,12 +168,10 @@ def add_bias(x: Tensor, h: Tensor, bias: Tensor | None = None, scale: float = 1.
     y = torch.empty_like(x)
     channels = x.shape[1] if x.ndim == 4 else x.shape[-1]
     rows, vector = x.numel() // channels, math.gcd(channels, _VECTOR)
-    lanes = _even_lanes(channels)
-    tall = max(1, _TILE // lanes)
-    grid = (_cut(rows, tall), _cut(channels, lanes))
+    tiles = parts_of_rows(channels)
     _launch(
-        _code().add_bias, grid, x, h, bias, y, rows, channels // vector, float(scale),
-        ROWS=tall, LANES=lanes, V=vector, num_warps=4,
+        _code().add_bias, _grid(tiles, rows, channels), x, h, bias, y, rows, channels // vector, float(scale),
+        **_constants(tiles, vector),
     )  # fmt: skip
     return y
 
@@ -191,22 +188,22 @@ def add_layer_norm(
     shift: Tensor | None = None,
     fp8: bool = False,
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """(x + gate·h, its LayerNorm · (1 + scale) + shift): x is (B, L, C); gate, scale and shift (B, C) with any row stride.
+    """(x + gate·h, its LayerNorm · (1 + scale) + shift), for x of shape (B, L, C).
 
-    Without `h` the first is x itself. With `fp8` the second is quantised by rows.
+    `gate`, `scale` and `shift` are (B, C) with any row stride. Without `h` the first result is x itself. With `fp8` the
+    second is quantised by rows.
     """
     images, length, channels = x.shape
     x = x.contiguous()
     h = None if h is None else h.contiguous()
-    rows, vector, lanes = images * length, math.gcd(channels, _VECTOR), _padded(channels)
+    rows, vector, tiles = images * length, math.gcd(channels, _VECTOR), whole_rows(channels)
     x_next = x if h is None else torch.empty_like(x)
     y = torch.empty_like(x, dtype=E4M3 if fp8 else x.dtype)
     scales = torch.empty(rows, 1, device=x.device, dtype=torch.float32) if fp8 else None
-    tall = max(1, 2048 // lanes)
     _launch(
-        _code().add_layer_norm, (_cut(rows, tall),), x, h, weight, bias, gate, scale, shift, x_next, y, scales,
+        _code().add_layer_norm, _grid(tiles, rows, channels), x, h, weight, bias, gate, scale, shift, x_next, y, scales,
         rows, length, channels // vector, _stride(gate), _stride(scale, shift), eps,
-        ROWS=tall, LANES=lanes, V=vector, QUANTIZE=fp8, num_warps=_warps(tall * lanes, 512),
+        QUANTIZE=fp8, **_constants(tiles, vector),
     )  # fmt: skip
     return x_next, y if scales is None else Quantized(y, scales)
 
@@ -218,11 +215,10 @@ def gated_gelu(p: Tensor, *, fp8: bool = False) -> Tensor | Quantized:
     rows, vector = p.numel() // (2 * inner), math.gcd(inner, _VECTOR)
     y = torch.empty(*p.shape[:-1], inner, device=p.device, dtype=E4M3 if fp8 else p.dtype)
     scales = torch.empty(rows, 1, device=p.device, dtype=torch.float32) if fp8 else None
-    lanes = _padded(inner) if fp8 else _even_lanes(inner)
-    tall = max(1, 2048 // lanes)
+    tiles = whole_rows(inner) if fp8 else parts_of_rows(inner)
     _launch(
-        _code().gated_gelu, (_cut(rows, tall), _cut(inner, lanes)), p, y, scales, rows, inner // vector,
-        ROWS=tall, LANES=lanes, V=vector, QUANTIZE=fp8, num_warps=_warps(tall * lanes, 512),
+        _code().gated_gelu, _grid(tiles, rows, inner), p, y, scales, rows, inner // vector,
+        QUANTIZE=fp8, **_constants(tiles, vector),
     )  # fmt: skip
     return y if scales is None else Quantized(y, scales)
 
@@ -231,13 +227,12 @@ def quantize(x: Tensor) -> Quantized:
     """Rows of (…, C) in e4m3, each divided by its largest magnitude over 448."""
     x = x.contiguous()
     channels = x.shape[-1]
-    rows, vector, lanes = x.numel() // channels, math.gcd(channels, _VECTOR), _padded(channels)
+    rows, vector, tiles = x.numel() // channels, math.gcd(channels, _VECTOR), whole_rows(channels)
     values = torch.empty_like(x, dtype=E4M3)
     scales = torch.empty(rows, 1, device=x.device, dtype=torch.float32)
-    tall = max(1, 2048 // lanes)
     _launch(
-        _code().quantize, (_cut(rows, tall),), x, values, scales, rows, channels // vector,
-        ROWS=tall, LANES=lanes, V=vector, num_warps=_warps(tall * lanes, 512),
+        _code().quantize, _grid(tiles, rows, channels), x, values, scales, rows, channels // vector,
+        **_constants(tiles, vector),
     )  # fmt: skip
     return Quantized(values, scales)
 
@@ -259,8 +254,9 @@ def update_rows(
 ) -> None:
     """Guidance and the row of every active slot, in place: registers (N, n) float32, table (N, R, K), cursor (N,).
 
-    `cond` holds the network's outputs, (M, C, H, W) with any strides or (M, n); `cond_at` and `uncond_at` say which of them are a
-    slot's, -1 for a row without an unconditional call. `x` has its churn already. The cursor is the caller's to advance.
+    `cond` holds the network's outputs, (M, C, H, W) with any strides or (M, n); `cond_at` and `uncond_at` say which of
+    them are a slot's, -1 for a row without an unconditional call. `x` has its churn already. The caller advances the
+    cursor.
     """
     slots, rows, columns = table.shape
     n = x.numel() // slots
@@ -277,19 +273,17 @@ def scaled_input(x: Tensor, table: Tensor, cursor: Tensor, call_slot: Tensor, dt
     """The packed list of calls, (M, C, H, W) channels-last: the x of each call's slot times its row's input scale."""
     _, channels, height, width = x.shape
     n, calls = channels * height * width, call_slot.shape[0]
-    y = torch.empty(
-        calls, channels, height, width, device=x.device, dtype=dtype, memory_format=torch.channels_last
-    )
+    y = torch.empty(calls, channels, height, width, device=x.device, dtype=dtype, memory_format=torch.channels_last)
     block = 512
     _launch(
-        _code().scaled_input, (_cut(n, block), calls), x, table, cursor, call_slot, y, table.shape[1], table.shape[2], n,
-        channels, height * width, BLOCK=block, num_warps=4,
+        _code().scaled_input, (_cut(n, block), calls), x, table, cursor, call_slot, y,
+        table.shape[1], table.shape[2], n, channels, height * width, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return y
 
 
 def normals(seeds: Tensor, draws: Tensor, weights: Tensor, n: int, out: Tensor) -> None:
-    """out[i] = Σ weights[i, d] · gaussian(seeds[i], (interval, visit, PATH)): the numbers of `core.noise` on the device.
+    """out[i] = Σ weights[i, d] · gaussian(seeds[i], (interval, visit, PATH)), with the numbers of `core.noise`.
 
     seeds (N,) int64 with the bits of the seed, draws (N, D, 2) int32, weights (N, D) float32, out (N, n) float32.
     """
@@ -305,6 +299,14 @@ def _launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *rest: Any, **options
         kernel[grid](x, *rest, **options)
 
 
+def _grid(tiles: Tiles, rows: int, channels: int) -> tuple[int, int]:
+    return _cut(rows, tiles.rows), _cut(channels, tiles.lanes)
+
+
+def _constants(tiles: Tiles, vector: int) -> dict[str, int]:
+    return {"ROWS": tiles.rows, "LANES": tiles.lanes, "V": vector, "num_warps": tiles.warps}
+
+
 def _stride(*rows: Tensor | None) -> int:
     """The common row stride of (B, C) tensors whose channels are contiguous; 0 without any."""
     strides = {(one.stride(0) if one.shape[0] > 1 else 0) for one in rows if one is not None}
@@ -315,11 +317,6 @@ def _stride(*rows: Tensor | None) -> int:
 
 def _channels_innermost(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x.contiguous()
-
-
-def _even_lanes(channels: int) -> int:
-    """The widest tile that wastes no more lanes than a narrow one."""
-    return min((512, 256, 128, 64), key=lambda lanes: _cut(channels, lanes) * lanes)
 
 
 def _element_strides(cond: Tensor) -> tuple[int, int, int, int]:

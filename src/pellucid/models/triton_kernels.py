@@ -1,7 +1,8 @@
 """The code of the CUDA kernels, in Triton's language. `kernels` launches it, and nothing else imports this file.
 
 All arithmetic is in float32. A tile has rows of neighbouring channels in its last axis, so that loads are contiguous.
-Sizes that must be a multiple of the vector width V come as units of V: the compiler then knows it and loads 16 bytes at once.
+Sizes that are a multiple of the vector width V come as units of V: the compiler then knows it and loads 16 bytes at
+once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ _HELD, _SCALE = tl.constexpr(COLUMNS["held"]), tl.constexpr(COLUMNS["scale"])
 _X_NEXT, _ANCHOR_NEXT = tl.constexpr(COLUMNS["x.x"]), tl.constexpr(COLUMNS["anchor.x"])
 _LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 _LEAST = tl.constexpr(1e-12)  # a row of zeros keeps a finite scale
-_HALF_ROOT = tl.constexpr(0.7071067811865476)
 _TURN = tl.constexpr(6.283185307179586)
 _FREE = ("pixels", "width", "per_program", "chunk", "parts", "length")  # sizes that are no reason to compile again
 
@@ -126,7 +126,9 @@ def norm_partials(
 
 
 @triton.jit
-def _merged(partials, image, g, kept, groups, parts, images, chunk, pixels, width, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr):
+def _merged(
+    partials, image, g, kept, groups, parts, images, chunk, pixels, width, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr
+):
     """Mean and variance of each group from its chunks (Chan, Golub and LeVeque 1983)."""
     count = 0.0
     mean = tl.zeros((GROUPS,), tl.float32)
@@ -154,7 +156,8 @@ def _merged(partials, image, g, kept, groups, parts, images, chunk, pixels, widt
 def norm_apply(
     x, partials, weight, bias, add, shift, film_scale, film_offset, y,
     pixels, units, width, groups, per_program, block_units, chunk, shift_stride, film_stride, eps,
-    ROWS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr, V: tl.constexpr, SILU: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr, V: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     """The norm of one chunk of pixels from the partials of all chunks."""
     # Backwards: what the statistics read last is still in the cache.
@@ -202,7 +205,9 @@ def add_bias(x, h, bias, y, rows, units, scale, ROWS: tl.constexpr, LANES: tl.co
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (c < channels)[None, :]
     at = row.to(tl.int64)[:, None] * channels + c[None, :]
-    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + tl.load(h + at, mask=inside, other=0.0).to(
+        tl.float32
+    )
     if bias is not None:
         total += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
     tl.store(y + at, (total * scale).to(y.dtype.element_ty), mask=inside)
@@ -248,7 +253,7 @@ def add_layer_norm(
         out *= 1.0 + tl.load(scale + image * scale_stride + c, mask=inside, other=0.0).to(tl.float32)
         out += tl.load(shift + image * scale_stride + c, mask=inside, other=0.0).to(tl.float32)
     if QUANTIZE:
-        # Through x's dtype, and nothing beyond the row: the same numbers as the norm and `quantize` one after the other.
+        # Through x's dtype, and zeros beyond the row: the same numbers as those of the norm and `quantize` in turn.
         rounded = tl.where(inside, out.to(x.dtype.element_ty).to(tl.float32), 0.0)
         _store_quantized(rounded, y, scales, at, row, rows, inside)
     else:
@@ -256,7 +261,28 @@ def add_layer_norm(
 
 
 @triton.jit
-def gated_gelu(p, y, scales, rows, units, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr, QUANTIZE: tl.constexpr):
+def _gelu(v):
+    """The exact GELU to within 7e-7, at half of what erf costs.
+
+    The polynomial is log2 of the normal distribution's lower tail, fitted on [-5.5, 0] with the least largest
+    deviation; beyond, it falls faster than the tail. Unlike 1 + erf it cancels nothing: the relative error is below
+    6e-6 down to -5.
+    """
+    a = tl.abs(v)
+    p = -1.74814556e-06 * a + 5.99876257e-05
+    p = p * a - 0.000918647391
+    p = p * a + 0.00846367236
+    p = p * a - 0.0538727604
+    p = p * a - 0.458551854
+    p = p * a - 1.15121293
+    tail = tl.exp2(p * a - 1.0)
+    return v * tl.where(v < 0, tail, 1.0 - tail)
+
+
+@triton.jit
+def gated_gelu(
+    p, y, scales, rows, units, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr, QUANTIZE: tl.constexpr
+):
     """The first half of each row times the GELU of the second; whole rows where the result is quantised."""
     inner = units * V
     c = tl.program_id(1) * LANES + tl.arange(0, LANES)
@@ -265,7 +291,7 @@ def gated_gelu(p, y, scales, rows, units, ROWS: tl.constexpr, LANES: tl.constexp
     at = row.to(tl.int64)[:, None] * (2 * inner) + c[None, :]
     value = tl.load(p + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(p + at + inner, mask=inside, other=0.0).to(tl.float32)
-    out = value * (0.5 * gate * (1.0 + tl.erf(gate * _HALF_ROOT)))
+    out = value * _gelu(gate)
     to = row.to(tl.int64)[:, None] * inner + c[None, :]
     if QUANTIZE:
         _store_quantized(out.to(p.dtype.element_ty).to(tl.float32), y, scales, to, row, rows, inside)
@@ -340,7 +366,7 @@ def update_rows(
     tl.store(anchor + at, _combined(row, _ANCHOR_NEXT, vx, va, p0, v1, v2, v3, u, vz), mask=inside)
     if x0_out is not None:
         tl.store(x0_out + at, x0, mask=inside)
-    enters = inside & (tl.load(row + _HELD) == 0.0)
+    enters = inside & (tl.load(row + _HELD).to(tl.int32) == 0)
     tl.store(p1 + at, p0, mask=enters)
     tl.store(p2 + at, v1, mask=enters)
     tl.store(p3 + at, v2, mask=enters)
