@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.noise import PATH
-from pellucid.core.plan import REGISTERS
 
-_HEAD = ("alpha", "sigma", "time", "in_scale", "k_x", "k_out", "b_x", "b_0", "pre_noise", "held", "scale")
-COLUMNS = {
-    name: i for i, name in enumerate((*_HEAD, *(f"{target}.{r}" for target in ("x", "anchor") for r in REGISTERS)))
-}
 E4M3 = torch.float8_e4m3fn
 _VECTOR = 8  # channels in one load of 16 bytes, at 16 bits each
 _PROGRAMS = 528  # four for each of an H200's 132 multiprocessors

@@ -11,7 +11,7 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar, cast
@@ -25,6 +25,7 @@ from pellucid.models.lora_delta import Delta
 
 Scale = float | Mapping[str, float]  # of all layers, or by prefix of their names: the longest decides, "" is the rest
 _ROUNDING = 2.0**-22  # a relative change below this is float32's own rounding; a DoRA that is off makes some
+_AT_ONCE = 32  # layers
 _M = TypeVar("_M", bound=nn.Module)
 
 
@@ -142,6 +143,13 @@ def apply_all(
         swaps = {c.layer: c.tensors for c in tally.count(_changes(networks[part], mine), f"{part}.")}
         views[part] = view(networks[part], swaps) if swaps else networks[part]
     return views, _receipt_of(tally, stack)
+
+
+def stack_key(networks: Iterable[nn.Module], stack: Sequence[tuple[AdapterSet, Scale]]) -> Hashable:
+    """What the views of a stack depend on: the adapters, their scales, and the weights as they are now."""
+    scales = [tuple(sorted(scale.items())) if isinstance(scale, Mapping) else scale for _, scale in stack]
+    weights = hash(tuple((p.data_ptr(), p._version) for network in networks for p in network.parameters()))
+    return tuple(id(adapters) for adapters, _ in stack), tuple(scales), weights
 
 
 def _by_part(
@@ -324,25 +332,45 @@ def copied(module: _M, seen: dict[int, nn.Module]) -> _M:
 
 @torch.no_grad()
 def _changes(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Iterator[Change]:
-    """The layers that a stack changes, one at a time; a tensor that keeps its bits is left out."""
+    """The layers that a stack changes, in the network's order; a tensor that keeps its bits is left out.
+
+    Some layers at a time, so that a device is asked once for the sizes of all of them, and few are held at once.
+    """
+    waiting: list[tuple[str, dict[str, _Sum]]] = []
     for layer, terms in _terms_by_layer(network, stack).items():
-        module = network.get_submodule(layer)
-        weight = module.get_parameter("weight").detach()
-        found = {"weight": _Sum(layer, weight, [(t.owner, t.delta.weight(weight, t.scale)) for t in terms])}
-        shifts = [
-            (t.owner, t.delta.bias.to(weight.device, torch.float32) * t.scale)
-            for t in terms
-            if t.delta.bias is not None
-        ]
-        if shifts:
-            bias = module._parameters["bias"]
-            before = weight.new_zeros(len(weight)) if bias is None else bias.detach()
-            found["bias"] = _Sum(f"{layer}.bias", before, shifts)
-        found = {name: total for name, total in found.items() if total.owners}
-        if found:
-            tensors = {name: total.tensor for name, total in found.items()}
-            moved = {total.name: total.moved for total in found.values()}
-            yield Change(layer, tensors, moved, set[int]().union(*(total.owners for total in found.values())))
+        waiting.append((layer, _sums_of(network.get_submodule(layer), layer, terms)))
+        if len(waiting) == _AT_ONCE:
+            yield from _settled(waiting)
+            waiting = []
+    yield from _settled(waiting)
+
+
+def _sums_of(module: nn.Module, layer: str, terms: Sequence[_Term]) -> dict[str, _Sum]:
+    """The new weight of a layer, and its new bias where a difference has one."""
+    weight = module.get_parameter("weight").detach()
+    found = {"weight": _Sum(layer, weight, [(t.owner, t.delta.weight(weight, t.scale)) for t in terms])}
+    shifts = [
+        (t.owner, t.delta.bias.to(weight.device, torch.float32) * t.scale) for t in terms if t.delta.bias is not None
+    ]
+    if shifts:
+        bias = module._parameters["bias"]
+        before = weight.new_zeros(len(weight)) if bias is None else bias.detach()
+        found["bias"] = _Sum(f"{layer}.bias", before, shifts)
+    return found
+
+
+def _settled(waiting: Sequence[tuple[str, dict[str, _Sum]]]) -> Iterator[Change]:
+    """The layers of which a tensor has changed, after one look at the sizes of all."""
+    sums = [total for _, found in waiting for total in found.values()]
+    sizes = torch.cat([total.sizes for total in sums]).tolist() if sums else []
+    for total in sums:
+        total.settle([sizes.pop(0) for _ in range(len(total.sizes))])
+    for layer, found in waiting:
+        moved = {name: total for name, total in found.items() if total.owners}
+        if moved:
+            tensors = {name: total.tensor for name, total in moved.items()}
+            owners = set[int]().union(*(total.owners for total in moved.values()))
+            yield Change(layer, tensors, {total.name: total.moved for total in moved.values()}, owners)
 
 
 class _Sum:
@@ -350,15 +378,20 @@ class _Sum:
 
     def __init__(self, name: str, before: Tensor, deltas: list[tuple[int, Tensor]]) -> None:
         total = torch.stack([delta for _, delta in deltas]).sum(0) if len(deltas) > 1 else deltas[0][1]
-        size, length = before.float().norm().item(), total.norm().item()
-        if not math.isfinite(length):
-            raise PellucidError(rule(f"the change of {name}", "finite", length), "lora-finite")
-        self.name = name
+        self.name, self.all_owners = name, [owner for owner, _ in deltas]
         self.tensor = torch.empty_like(before).copy_(before.float() + total)  # of the base's dtype and memory format
+        norms = [before.float().norm(), total.norm(), (self.tensor != before).any().float()]
+        self.sizes = torch.stack([*norms, *(delta.norm() for _, delta in deltas)])
+        self.moved, self.owners = 0.0, set[int]()
+
+    def settle(self, sizes: Sequence[float]) -> None:
+        """Takes `sizes` as numbers."""
+        size, length, changed, *each = sizes
+        if not math.isfinite(length):
+            raise PellucidError(rule(f"the change of {self.name}", "finite", length), "lora-finite")
         self.moved = length / size if size else math.inf
-        self.owners: set[int] = set()
-        if not torch.equal(self.tensor, before):
-            self.owners = {owner for owner, delta in deltas if delta.norm().item() > _ROUNDING * size}
+        if changed:
+            self.owners = {o for o, own in zip(self.all_owners, each, strict=True) if own > _ROUNDING * size}
 
 
 def _terms_by_layer(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> dict[str, list[_Term]]:

@@ -34,6 +34,7 @@ from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
 from pellucid.pipeline.result import Result
 from pellucid.pipeline.shelf import AdapterShelf, PathLike, adapter_encoder, adapter_file
 
+_VIEWS = 2  # with adapters that a model keeps; each holds the weights that they change
 _CLASS_GUIDANCE = 4.0  # of class-conditional models: DiT's own setting
 
 
@@ -46,6 +47,7 @@ class Model:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shelf: AdapterShelf = field(default_factory=AdapterShelf)
     graphs: StepGraphs = field(default_factory=StepGraphs)
+    _views: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def stepper(self, networks: Sequence[nn.Module]) -> DeviceStepper | None:
         """What steps a batch with these networks as captured graphs, where the policy wants that."""
@@ -148,12 +150,22 @@ class Model:
         return None if place is None else self.shelf.read("image_encoder", place, read)
 
     def with_loras(self, request: Request) -> tuple[Components, Receipt | None]:
-        """The components with the request's LoRAs: views that share every other tensor; the model stays as it is."""
+        """The components with the request's LoRAs: views that share every other tensor; the model stays as it is.
+
+        The last views are kept, so that requests with the same adapters share their weights, and what was captured.
+        """
         if not request.loras:
             return self.components, None
         adapters = [(self.lora_of(one), one.scale) for one in request.named_loras]
-        views, receipt = lora.apply_all(self.networks(), adapters)
-        return with_tokens(with_views(self.components, views), [adapter for adapter, _ in adapters]), receipt
+        key = lora.stack_key(self.networks().values(), adapters)
+        held = self._views.get(key)
+        if held is None:
+            views, receipt = lora.apply_all(self.networks(), adapters)
+            parts = with_tokens(with_views(self.components, views), [adapter for adapter, _ in adapters])
+            held = self._views[key] = parts, receipt, adapters  # held too: their identities are part of the key
+            while len(self._views) > _VIEWS:
+                self._views.pop(next(iter(self._views)))
+        return held[0], held[1]
 
 
 @dataclass(frozen=True)
