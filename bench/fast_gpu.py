@@ -4,8 +4,8 @@
     PYTHONPATH=src python3 bench/fast_gpu.py --out DIR --alone --only sd15,vae         # without it
 
 Times are medians between CUDA events, with quartiles. diffusers runs as its guide to speed says: channels-last,
-`torch.compile(mode="reduce-overhead", fullgraph=True)`. Errors are ‖out − reference‖ / ‖reference‖; the reference is the
-plain form in float32.
+`torch.compile(mode="reduce-overhead", fullgraph=True)`. Errors are ‖out − reference‖ / ‖reference‖, and the reference
+is the plain form in float32.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ class Batched:
     alpha: Tensor
     sigma: Tensor
     levels: tuple[Level, ...] = ()  # the same as numbers, so that nobody has to read them back from a device
+    times: tuple[float, ...] = ()  # and the times of the call
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,8 @@ class _Lane:
             numbers = [(row.level.alpha, row.level.sigma, row.time) for row in rows]
             table = torch.tensor(numbers, dtype=torch.float64).to(x.device).T  # one small copy
             alpha, sigma = table[:2].reshape(2, -1, *([1] * (x.ndim - 1)))
-            found = self.denoiser(x, Batched(alpha, sigma, tuple(row.level for row in rows)), table[2])
+            levels, times = tuple(row.level for row in rows), tuple(row.time for row in rows)
+            found = self.denoiser(x, Batched(alpha, sigma, levels, times), table[2])
         made = found if isinstance(found, Prediction) else Prediction(found)
         if made.x0.shape != x.shape:
             raise PellucidError(rule("x0", f"of the shape of x, {tuple(x.shape)}", tuple(made.x0.shape)), "shape")

@@ -28,8 +28,7 @@ from pellucid.core.table import COLUMNS, Use, columns_of, plan_lines
 from pellucid.models import inputs as trees
 from pellucid.models import ops
 from pellucid.models.guidance import Dose
-from pellucid.models.guided import GuidedRun, ImageGuidance, Terms, without_variance
-from pellucid.models.inputs import Inputs
+from pellucid.models.guided import GuidedRun, ImageGuidance, Sources, Terms, without_variance
 
 _SPACES = ("x0", "eps", "v", "flow")
 _PAIRS = tuple((a, b) for a in ("raw", *_SPACES) for b in _SPACES if a != b)
@@ -180,33 +179,10 @@ class _Pattern:
         return _Pattern(tuple(run.asks_uncond(doses)), tuple(flags) if ruled else (), ruled)
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """The inputs of all calls that a run can make, with what depends on the time beforehand where the network can."""
-
-    inputs: Inputs
-    table: Tensor | None = None  # (T, S)
-    index: Tensor | None = None  # (sources or 1, times)
-    times: Tensor | None = None  # (images, rows): which of the times each row has
-
-    @staticmethod
-    def of(run: GuidedRun, rows: int) -> _Sources:
-        device = run.calls.device
-        told = [[row.time for row in image.plan.rows] for image in run.images if image.plan is not None]
-        distinct = sorted({time for own in told for time in own})
-        hoist = getattr(run.owner.network, "hoist", None)
-        found = None if hoist is None else hoist(torch.tensor(distinct, device=device), run.calls.sources)
-        if found is None:
-            return _Sources(run.calls.sources)
-        place = {time: k for k, time in enumerate(distinct)}
-        at = [[place[time] for time in own] + [0] * (rows - len(own)) for own in told]
-        return _Sources(found.inputs, found.table, found.index, torch.tensor(at, device=device))
-
-
 class _Program:
     """What one graph computes, and the inputs that it reads."""
 
-    def __init__(self, registers: _Registers, run: GuidedRun, pattern: _Pattern, calls: int, sources: _Sources) -> None:
+    def __init__(self, registers: _Registers, run: GuidedRun, pattern: _Pattern, calls: int, sources: Sources) -> None:
         self.registers, self.network, self.pattern = registers, run.owner.network, pattern
         self.schedule, self.target, self.dtype = run.owner.schedule, run.owner.target, run.owner.dtype
         device, count = registers.x.device, registers.count
@@ -224,7 +200,7 @@ class _Program:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.steps = 0
 
-    def load(self, run: GuidedRun, pattern: _Pattern, sources: _Sources) -> None:
+    def load(self, run: GuidedRun, pattern: _Pattern, sources: Sources) -> None:
         """Copies the inputs of a run's calls to where the program reads them."""
         count, calls, device = len(run.images), run.calls, self.slot.device
         rows = [*(row for i in pattern.asking if (row := calls.uncond[i]) is not None), *calls.cond]
@@ -238,13 +214,19 @@ class _Program:
         trees.over(lambda _, to, leaf: to.copy_(leaf[at_rows]), "inputs", self.inputs, sources.inputs)
         if self.times is not None and sources.table is not None:
             assert sources.index is not None
-            assert sources.times is not None
             self.times[: len(sources.table)].copy_(sources.table)
             own = sources.index[at_rows] if len(sources.index) > 1 else sources.index.expand(len(rows) + spare, -1)
-            self.time_row.copy_(own.gather(1, sources.times[at_slots]))
+            self.time_row.copy_(own.gather(1, self.places(run, sources)[at_slots]))
         for whose, group in zip(self.whose, run.groups, strict=False):
             members = set(group.at)
             whose.copy_(torch.tensor([i in members for i in range(len(whose))]))
+
+    def places(self, run: GuidedRun, sources: Sources) -> Tensor:
+        """(images, rows): which of the run's times each row of each image has."""
+        plans = [image.plan.rows if image.plan else () for image in run.images]
+        spare = self.registers.rows
+        at = [[sources.place[row.time] for row in rows] + [0] * (spare - len(rows)) for rows in plans]
+        return torch.tensor(at, device=self.slot.device)
 
     def predictions(self, count: int) -> tuple[Tensor, Tensor | None]:
         """The raw outputs of the last step with the prompt, and without it where some image asked for that."""
@@ -417,7 +399,7 @@ class DeviceStepper:
         self.graphs, self.networks, self.capture = graphs, networks, capture
         self.registers: _Registers | None = None
         self.run: GuidedRun | None = None  # whose images the registers hold
-        self.sources: _Sources | None = None
+        self.sources: Sources | None = None
         self.program: tuple[Any, _Program] | None = None
         self.state: State | None = None  # that the last step left in the registers
         self.why = ""
@@ -491,7 +473,7 @@ class DeviceStepper:
             made[key] = made.get(key) or lines_of(image, run.owner.schedule, run.owner.target)
             lines.append(made[key])
         owned.load(state, lines, index)
-        self.run, self.program, self.state, self.sources = run, None, None, _Sources.of(run, rows)
+        self.run, self.program, self.state, self.sources = run, None, None, Sources.of(run)
 
     def program_of(self, run: GuidedRun, pattern: _Pattern) -> _Program:
         """The program of a pattern of calls, with the run's inputs in it."""

@@ -217,7 +217,7 @@ class Calls:
     sources: Inputs
     cond: tuple[int, ...]  # the row of each image with its prompt
     uncond: tuple[int | None, ...]  # and without it
-    taken: dict[tuple[int, ...], Inputs] = field(default_factory=dict)  # the rows of the last step
+    taken: dict[tuple[int, ...], tuple[Inputs, Inputs]] = field(default_factory=dict)  # of the last step, and from what
 
     @staticmethod
     def of(cond: Inputs, uncond: Inputs | None, count: int) -> Calls:
@@ -237,15 +237,16 @@ class Calls:
     def rows(self) -> int:
         return len(self.cond) + sum(row is not None for row in self.uncond)
 
-    def take(self, rows: Sequence[int]) -> Inputs:
-        """The inputs of these rows."""
-        key = tuple(rows)
+    def take(self, rows: Sequence[int], inputs: Inputs | None = None) -> Inputs:
+        """The inputs of these rows; `inputs` are what was made of the sources, if something was."""
+        tree, key = self.sources if inputs is None else inputs, tuple(rows)
         if key == tuple(range(self.rows)):
-            return self.sources
-        if key not in self.taken:
-            self.taken.clear()
-            self.taken[key] = trees.pick(self.sources, key)
-        return self.taken[key]
+            return tree
+        found = self.taken.get(key)
+        if found is None or found[0] is not tree:
+            self.taken.clear()  # the rows of another step
+            found = self.taken[key] = tree, trees.pick(tree, key)
+        return found[1]
 
     def select(self, images: Sequence[int]) -> Calls:
         """The calls of some images."""
@@ -265,6 +266,38 @@ class Calls:
         return Calls(trees.join(*both), (*self.cond, *(size + row for row in other.cond)), uncond)
 
 
+@dataclass(frozen=True)
+class Sources:
+    """The inputs of all calls that a run can make, with what depends on the time beforehand where the network can."""
+
+    inputs: Inputs
+    place: Mapping[float, int] = field(default_factory=dict)  # of each time of the run's plans
+    table: Tensor | None = None  # (T, S)
+    index: Tensor | None = None  # (sources or 1, times): rows of the table
+
+    @staticmethod
+    def of(run: GuidedRun) -> Sources:
+        hoist, plans = getattr(run.owner.network, "hoist", None), [image.plan for image in run.images]
+        device = run.calls.device
+        if hoist is None or torch.is_grad_enabled() or device.type == "meta" or None in plans:
+            return Sources(run.calls.sources)
+        times = sorted({row.time for plan in plans if plan is not None for row in plan.rows})
+        found = hoist(torch.tensor(times, dtype=torch.float32, device=device), run.calls.sources)
+        if found is None:
+            return Sources(run.calls.sources)
+        return Sources(found.inputs, {time: k for k, time in enumerate(times)}, found.table, found.index)
+
+    def rows(self, calls: Sequence[int], times: Sequence[float]) -> Tensor | None:
+        """The rows of the table for calls at their times; None without a table, where the time itself is passed."""
+        if self.table is None or self.index is None:
+            return None
+        at = [self.place[time] for time in times]
+        if len(self.index) == 1 and all(place == at[0] for place in at):
+            return self.table[self.index[0, at[0]]].expand(len(calls), -1)
+        sources = torch.tensor([0] * len(calls) if len(self.index) == 1 else list(calls), device=self.table.device)
+        return self.table[self.index[sources, torch.tensor(at, device=self.table.device)]]
+
+
 @dataclass
 class GuidedRun:
     """One run of a guided denoiser: its images, the calls that they make, and what their rules remember.
@@ -276,6 +309,7 @@ class GuidedRun:
     images: list[ImageGuidance]
     calls: Calls
     groups: list[RuleGroup] = field(default_factory=list)
+    sources: Sources | None = None  # made by the first call
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -324,7 +358,8 @@ class GuidedRun:
             raise PellucidError(rule("x", f"a batch of {len(self.images)} images, as bound", len(x)), "shape")
         levels = split(level) if isinstance(level, Batched) else [level]
         doses = self.doses(levels)
-        outputs = self.predict(x, levels, time, doses)
+        times = level.times if isinstance(level, Batched) and level.times else time
+        outputs = self.predict(x, levels, times, doses)
         made = [group.settle(x, levels, doses, outputs) for group in self.groups]
         return made[0] if len(made) == 1 else _together(x, self.groups, made)
 
@@ -345,36 +380,51 @@ class GuidedRun:
                 asking.append(i)
         return asking
 
-    def predict(self, x: Tensor, levels: Sequence[Level], time: Any, doses: Sequence[Dose]) -> dict[str, Tensor]:
-        """Asks the network for every prediction that some image needs at this level, as raw outputs of the batch."""
-        owner, calls = self.owner, self.calls
+    def predict(self, x: Tensor, levels: Sequence[Level], times: Any, doses: Sequence[Dose]) -> dict[str, Tensor]:
+        """Asks the network for every prediction that some image needs at this level, as raw outputs of the batch.
+
+        `times` are those of the images: one number, a tensor, or a list of numbers.
+        """
+        owner, calls, count = self.owner, self.calls, len(x)
         if all(dose.zero for dose in doses):
             return {}
         scales = [input_scale(owner.schedule, level) for level in levels]
         scaled = x if all(s == 1.0 for s in scales) else x * column(scales, x, len(scales) == 1)
         scaled = scaled if owner.dtype is None else scaled.to(owner.dtype)
-        told = time.to(x) if isinstance(time, Tensor) else torch.full((len(x),), time, dtype=x.dtype, device=x.device)
-        asking = self.asks_uncond(doses)
-        rows = [*(row for i in asking if (row := calls.uncond[i]) is not None), *calls.cond]
-        inputs = calls.take(rows)
+        asking, everyone = self.asks_uncond(doses), list(range(count))
+        without = [row for i in asking if (row := calls.uncond[i]) is not None]
+        times = times.to(x) if isinstance(times, Tensor) else times
+        out = self.call(owner.network, scaled, times, [*asking, *everyone], [*without, *calls.cond])
         if not asking:
-            found = {"cond": read(owner.network(scaled, told, **inputs), x)}
+            found = {"cond": read(out, x)}
         else:
-            whole = len(asking) == len(x)
-            first = (scaled, told) if whole else (scaled[asking], told[asking])
-            out = owner.network(torch.cat([first[0], scaled]), torch.cat([first[1], told]), **inputs)
-            uncond, cond = read(out, x, len(rows)).split([len(asking), len(x)])
-            if not whole:  # an image that is not guided has the prediction with its prompt
-                uncond = cond.clone().index_copy_(0, torch.tensor(asking, device=x.device), uncond)
-            found = {"cond": cond, "uncond": uncond}
+            uncond, cond = read(out, x, len(asking) + count).split([len(asking), count])
+            # an image that is not guided has the prediction with its prompt
+            found = {"cond": cond, "uncond": uncond if len(asking) == count else _spread(uncond, asking, cond)}
         for group in self.groups:
-            for term, (at, network, told_too) in group.asks_terms(doses).items():
-                whole = len(at) == len(x)
-                own = (scaled, told) if whole else (scaled[at], told[at])
-                inputs = calls.take(calls.cond) if whole else trees.pick(calls.sources, [calls.cond[i] for i in at])
-                out = read(network(*own, **inputs, **told_too), x, len(at))
-                found[term] = out if whole else _spread(out, at, found.get(term, found["cond"]))
+            for term, (network, told) in group.asks_terms(doses).items():
+                out = self.call(network, scaled, times, group.at, [calls.cond[i] for i in group.at], **told)
+                made = read(out, x, len(group.at))
+                found[term] = made if len(made) == count else _spread(made, group.at, found.get(term, found["cond"]))
         return found
+
+    def call(self, network: Network, x: Tensor, times: Any, images: list[int], rows: list[int], **more: Any) -> Tensor:
+        """The network's outputs for calls of these images with these rows of the inputs."""
+        everyone = list(range(len(x)))
+        own = x if images == everyone else torch.cat([x, x]) if images == everyone * 2 else x[images]
+        if isinstance(times, Tensor):
+            return network(own, times.expand(len(x))[images], **self.calls.take(rows), **more)
+        listed = [times[i] for i in images] if isinstance(times, Sequence) else [times] * len(images)
+        if network is self.owner.network:
+            self.sources = self.sources or Sources.of(self)
+            made = self.sources.rows(rows, listed)
+            inputs = self.calls.take(rows, self.sources.inputs)
+            if made is not None:
+                return network(own, hoisted=made, **inputs, **more)
+        else:
+            inputs = self.calls.take(rows)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return network(own, torch.tensor(listed, dtype=wide, device=x.device), **inputs, **more)
 
 
 def _spread(part: Tensor, at: Sequence[int], whole: Tensor) -> Tensor:
@@ -466,15 +516,15 @@ class RuleGroup:
     def extend(self, other: RuleGroup) -> None:
         self.at, self.images = [*self.at, *other.at], [*self.images, *other.images]
 
-    def asks_terms(self, doses: Sequence[Dose]) -> dict[str, tuple[list[int], Network, dict[str, Any]]]:
-        """What the extra terms that act now are made of: whose, by which network, and what is passed to it besides."""
-        found: dict[str, tuple[list[int], Network, dict[str, Any]]] = {}
+    def asks_terms(self, doses: Sequence[Dose]) -> dict[str, tuple[Network, dict[str, Any]]]:
+        """What the extra terms that act now are made of: by which network, and what is passed to it besides."""
+        found: dict[str, tuple[Network, dict[str, Any]]] = {}
         own = self.doses_of(doses)
         for k, extra in enumerate(self.guidance.extras):
             if any(dose.extras[k] for dose in own):
                 network = self.owner.weak if isinstance(extra, AutoGuidance) else self.owner.network
                 assert network is not None
-                found[extra.term] = (self.at, network, extra.told)
+                found[extra.term] = network, extra.told
         return found
 
     def doses_of(self, doses: Sequence[Dose]) -> Sequence[Dose]:
