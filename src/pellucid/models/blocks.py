@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from pellucid.models import ops
 from pellucid.models.attention import Attention, ImageTokens, TextTokens
-from pellucid.models.ops import Update
 
 
 class BlockInputs(NamedTuple):
@@ -177,14 +176,14 @@ class TransformerBlock(nn.Module):
     def text_attentions(self) -> tuple[Attention, ...]:
         return (self.attn1, self.attn2) if self.cross_only else (self.attn2,)
 
-    def forward(self, x: Tensor, update: Update | None, inputs: BlockInputs, identity: bool) -> tuple[Tensor, Update]:
+    def forward(self, x: Tensor, h: Tensor | None, inputs: BlockInputs, identity: bool) -> tuple[Tensor, Tensor]:
         image = inputs.image[self.index] if inputs.image else ()
         first, text = (inputs.context, inputs.text) if self.cross_only else (None, ())
-        x, h = ops.residual_norm(x, update, self.norm1)  # (B, L, C) each
-        x, h = ops.residual_norm(x, Update(self.attn1(h, first, identity=identity, text=text)), self.norm2)
+        x, h = ops.residual_norm(x, h, self.norm1)  # (B, L, C) each
+        x, h = ops.residual_norm(x, self.attn1(h, first, identity=identity, text=text), self.norm2)
         h = self.attn2(h, inputs.context, inputs.mask, image, text=inputs.text)
-        x, h = ops.residual_norm(x, Update(h), self.norm3)
-        return x, Update(self.ff(h))
+        x, h = ops.residual_norm(x, h, self.norm3)
+        return x, self.ff(h)
 
 
 class SpatialTransformer(nn.Module):
@@ -214,7 +213,7 @@ class SpatialTransformer(nn.Module):
         if within(self.place, inputs.skipped):
             return x
         identity = within(self.place, inputs.perturbed)
-        h, update = ops.project_in(ops.group_norm(x, self.norm), self.proj_in), None  # (B, H·W, C)
+        tokens, h = ops.project_in(ops.group_norm(x, self.norm), self.proj_in), None  # (B, H·W, C)
         for block in self.transformer_blocks:
-            h, update = block(h, update, inputs, identity)
-        return ops.project_out(x, ops.residual(h, update), self.proj_out)
+            tokens, h = block(tokens, h, inputs, identity)
+        return ops.project_out(x, ops.residual(tokens, h), self.proj_out)

@@ -116,7 +116,7 @@ class Block(nn.Module):
         x, h = ops.residual_modulate(x, update, shift, scale, self.eps[0])
         update = Update(self.attn1(h, identity=identity), gate)
         if self.attn2 is not None:
-            x = ops.residual(x, update)
+            x = ops.residual(x, *update)
             update = Update(self.attn2(x, context, mask, text=text))
         x, h = ops.residual_modulate(x, update, mlp_shift, mlp_scale, self.eps[1])
         return x, Update(self.ff(h), mlp_gate)

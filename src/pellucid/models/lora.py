@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.models import ops
+from pellucid.models.attention import Attention
 from pellucid.models.blocks import within
 from pellucid.models.lora_delta import Delta
 
@@ -309,14 +311,19 @@ class MergeSet:
 def view(network: _M, swaps: Mapping[str, Mapping[str, Tensor]]) -> _M:
     """A copy of the module tree that shares all tensors but those in `swaps`, by layer and name.
 
+    Where an attention is packed, its other two projections are copied with the one that is swapped.
+
     Only what torch knows as a submodule is copied: a module kept in a plain list would stay the base's.
     """
     twin = copied(network, {})
+    packed = [m for m in twin.modules() if isinstance(m, Attention) and ops.packed(*m.projections)]
     for layer, tensors in swaps.items():
         module = twin.get_submodule(layer)
         trained = module.get_parameter("weight").requires_grad
         for name, tensor in tensors.items():
             module._parameters[name] = nn.Parameter(tensor, requires_grad=trained)
+    for attention in packed:
+        ops.pack(*attention.projections)  # again, where one was swapped
     return twin
 
 

@@ -69,8 +69,13 @@ def watched(module: nn.Module) -> bool:
 # --- pixels -------------------------------------------------------------------------------------------------------
 
 
+def order(x: Tensor) -> torch.memory_format:
+    """The order in memory in which the operations make feature maps from x: fused, with the channels innermost."""
+    return torch.channels_last if fused(x) else torch.contiguous_format
+
+
 def arrange(x: Tensor) -> Tensor:
-    """A feature map in the order that the following operations want: fused, with the channels innermost."""
+    """A feature map in the order that fused operations want."""
     return _channels_last(x) if fused(x) else x
 
 
@@ -188,20 +193,19 @@ class Update(NamedTuple):
     gate: Tensor | None = None  # (B, D)
 
 
-def residual(x: Tensor, update: Update | None) -> Tensor:
-    """x + h, or x + gate · h"""
-    if update is None:
+def residual(x: Tensor, h: Tensor | None, gate: Tensor | None = None) -> Tensor:
+    """x + h, or x + gate · h; x where there is nothing to add."""
+    if h is None:
         return x
-    return x + update.h if update.gate is None else torch.addcmul(x, update.gate[:, None], update.h)
+    return x + h if gate is None else torch.addcmul(x, gate[:, None], h)
 
 
-def residual_norm(x: Tensor, update: Update | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """The residual stream after an update, and its layer norm."""
+def residual_norm(x: Tensor, h: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """x + h, and its layer norm."""
     if fused(x, norm):
-        h, gate = update or (None, None)
-        summed, normed = _kernels().add_layer_norm(x, h, norm.weight, norm.bias, norm.eps, gate=gate)
+        summed, normed = _kernels().add_layer_norm(x, h, norm.weight, norm.bias, norm.eps)
         return summed, normed
-    x = residual(x, update)
+    x = residual(x, h)
     return x, norm(x)
 
 
@@ -209,12 +213,12 @@ def residual_modulate(
     x: Tensor, update: Update | None, shift: Tensor, scale: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The residual stream after an update, and its layer norm with gain and bias from a condition (B, D) each."""
+    h, gate = update or (None, None)
     if fused(x):
-        h, gate = update or (None, None)
         more = {"gate": gate, "scale": scale, "shift": shift}
         summed, normed = _kernels().add_layer_norm(x, h, None, None, eps, **more)
         return summed, normed
-    x = residual(x, update)
+    x = residual(x, h, gate)
     return x, modulate(x, shift[:, None], scale[:, None], eps)
 
 

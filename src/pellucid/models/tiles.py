@@ -41,6 +41,12 @@ class LazyImage:
     held: Tensor | None = None
 
 
+def _like(band: Tensor, height: int) -> Tensor:
+    """An empty image like a band, of another height."""
+    size = (*band.shape[:2], height, band.shape[3])
+    return torch.empty(size, dtype=band.dtype, device=band.device, memory_format=ops.order(band))
+
+
 def held(x: Tensor) -> LazyImage:
     _, channels, height, width = x.shape
     return LazyImage(channels, height, width, lambda first, end: x[:, :, first:end], channels * width, x)
@@ -122,7 +128,7 @@ class _Bands:
         out: Tensor | None = None
         for first, end in self.of(x):
             band = x.rows(first, end)
-            out = band.new_empty(1, x.channels, x.height, x.width) if out is None else out
+            out = _like(band, x.height) if out is None else out
             out[:, :, first:end] = band
         assert out is not None
         return out
@@ -178,7 +184,7 @@ def _decoded(vae: AutoencoderKL, z: Tensor, bands: _Bands, keep: int) -> LazyIma
     """The decoder on one image's latents (1, C, h, w); each level of a quarter the pixels may hold one image more."""
     decoder, last = vae.decoder, len(vae.decoder.up_blocks) - 1
     z = z if vae.post_quant_conv is None else vae.post_quant_conv(z)
-    x = held(decoder.mid_block(decoder.conv_in(z)))
+    x = held(decoder.mid_block(decoder.conv_in(ops.arrange(z))))
     for level, block in enumerate(cast("Iterable[UpBlock]", decoder.up_blocks)):
         for resnet in cast("Iterable[ResnetBlock]", block.resnets):
             x = bands.residual(resnet, x, min(keep + last - level, 2))
@@ -191,7 +197,7 @@ def _decoded(vae: AutoencoderKL, z: Tensor, bands: _Bands, keep: int) -> LazyIma
 def _encoded(vae: AutoencoderKL, image: Tensor, bands: _Bands, keep: int) -> Tensor:
     """The encoder on one image (1, 3, H, W): (1, 2·latent_channels, h, w), before quant_conv."""
     encoder = vae.encoder
-    x = local(encoder.conv_in, held(image), vae.config.block_out_channels[0])
+    x = local(encoder.conv_in, held(ops.arrange(image)), vae.config.block_out_channels[0])
     for level, block in enumerate(cast("Iterable[DownBlock]", encoder.down_blocks)):
         for resnet in cast("Iterable[ResnetBlock]", block.resnets):
             x = bands.residual(resnet, x, min(keep + level, 2))

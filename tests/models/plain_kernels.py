@@ -1,0 +1,99 @@
+"""The fused kernels as plain torch functions, strict about layouts; every call is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.models import ops
+
+
+class PlainKernels:
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def group_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        groups: int,
+        eps: float,
+        *,
+        silu: bool,
+        add: Tensor | None = None,
+        shift: Tensor | None = None,
+        film: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        self.calls["group_norm"] += 1
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        wide = x.float()
+        wide = wide if add is None else wide + add[:, None, None]
+        wide = wide if shift is None else wide + shift[:, :, None, None]
+        y = F.group_norm(wide, groups, weight.float(), bias.float(), eps)
+        if film is not None:
+            assert film[0].stride() == film[1].stride()
+            y = y * (1 + film[0][:, :, None, None]) + film[1][:, :, None, None]
+        return (F.silu(y) if silu else y).to(x.dtype).contiguous(memory_format=torch.channels_last)
+
+    def add_bias(self, x: Tensor, h: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        self.calls["add_bias"] += 1
+        assert x.shape == h.shape
+        last = torch.channels_last if x.ndim == 4 else torch.contiguous_format
+        assert x.is_contiguous(memory_format=last)
+        assert h.is_contiguous(memory_format=last)
+        total = x.float() + h.float()
+        if bias is not None:
+            total = total + (bias[:, None, None] if x.ndim == 4 else bias)
+        return (total * scale).to(x.dtype)
+
+    def add_layer_norm(
+        self,
+        x: Tensor,
+        h: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        gate: Tensor | None = None,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        self.calls["add_layer_norm"] += 1
+        assert x.is_contiguous()
+        assert h is None or h.is_contiguous()
+        assert (scale is None) == (shift is None)
+        if h is not None:
+            x = (x.float() + (h if gate is None else gate[:, None] * h)).to(x.dtype)
+        y = F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
+        if scale is not None and shift is not None:
+            assert scale.stride() == shift.stride()
+            y = y * (1 + scale[:, None]) + shift[:, None]
+        return x, y.to(x.dtype)
+
+    def gated_gelu(self, p: Tensor) -> Tensor:
+        self.calls["gated_gelu"] += 1
+        a, gate = p.chunk(2, dim=-1)
+        return a * F.gelu(gate)
+
+
+@contextmanager
+def fused_on_cpu() -> Iterator[PlainKernels]:
+    """Inside, operations on the CPU take their fused form, over these kernels."""
+    kernels = PlainKernels()
+
+    def product_gelu(bias: Tensor, x: Tensor, weight: Tensor, *, use_gelu: bool) -> Tensor:
+        kernels.calls["product_gelu"] += 1
+        return F.gelu(torch.addmm(bias, x, weight), approximate="tanh" if use_gelu else "none")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_DEVICE", "cpu")
+        patch.setattr(ops, "_kernels", lambda: kernels)
+        patch.setattr(torch, "_addmm_activation", product_gelu)  # a CPU's takes the other GELU
+        yield kernels
