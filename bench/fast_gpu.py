@@ -91,11 +91,11 @@ def graph_of(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, out
 
 
-def filled(build: Callable[[], nn.Module], dtype: torch.dtype = BF16) -> Any:
+def filled(build: Callable[[], nn.Module]) -> Any:
     """A network on the device with random weights that keep the size of what passes through."""
     with torch.device("meta"):
         network = build()
-    network = network.to(dtype).to_empty(device=DEVICE)
+    network = network.to(BF16).to_empty(device=DEVICE)
     for weight in network.parameters():
         fan = max(weight[0].numel(), 1) if weight.ndim > 1 else 1
         weight.normal_(0, fan**-0.5 if weight.ndim > 1 else 0.02)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pellucid.core.noise import PATH, gaussian
 from pellucid.models import kernels
-from pellucid.models.kernels import COLUMNS, Quantized
+from pellucid.core.table import COLUMNS
+from pellucid.models.kernels import Quantized
 
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # half a unit in the last place, or more
 LARGEST = 448.0  # of e4m3

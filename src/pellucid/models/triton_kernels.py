@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pellucid.models.kernels import COLUMNS
+from pellucid.core.table import COLUMNS
 
 _IN_SCALE = tl.constexpr(COLUMNS["in_scale"])
 _K_X, _K_OUT = tl.constexpr(COLUMNS["k_x"]), tl.constexpr(COLUMNS["k_out"])

@@ -14,6 +14,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import source
 from pellucid.interop.components import Components
 from pellucid.interop.family import check_fit
+from pellucid.models import attention
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.encoders.text import add_inversions, read_inversion
@@ -81,6 +82,9 @@ def load(
         parts = replace(parts, notes=(*parts.notes, "the VAE works in float32: its config says force_upcast"))
     if policy.does("channels_last", goal):
         set_memory_format(parts, torch.channels_last)
+    if policy.does("fused", goal) and policy.offload == "none":
+        for network in networks_of(parts):
+            attention.pack(network)
     return Pipeline(parts, policy, goal)
 
 
