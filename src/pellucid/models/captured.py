@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -393,7 +393,7 @@ class StepGraphs:
 
 
 class DeviceStepper:
-    """Steps the images of one batch by programs; `why` says why a step was plain."""
+    """Steps the images of one batch by programs; `why` says why the last step was plain, `plain` counts such steps."""
 
     def __init__(self, graphs: StepGraphs, networks: Sequence[nn.Module], capture: bool) -> None:
         self.graphs, self.networks, self.capture = graphs, networks, capture
@@ -403,11 +403,13 @@ class DeviceStepper:
         self.program: tuple[Any, _Program] | None = None
         self.state: State | None = None  # that the last step left in the registers
         self.why = ""
+        self.plain: Counter[str] = Counter()  # steps that ran operation by operation, by why
 
     def step(self, batch: Batch) -> tuple[Tensor, Prediction, list[Mapping[str, Tensor]]] | None:
         """x as the network was called with, x0 and what led to it; the batch has its new state. None: step plainly."""
         self.why = self.refusal(batch)
         if self.why:
+            self.plain[self.why] += 1
             self.close(batch)
             return None
         run: GuidedRun = batch.lanes[0].denoiser
@@ -427,6 +429,8 @@ class DeviceStepper:
         if self.capture and self.graphs.pool is None:
             self.graphs.pool = torch.cuda.graph_pool_handle()
         program.step(self.capture, self.graphs.pool)
+        if program.steps < 0:  # there was no room for its graph
+            self.plain["memory"] += 1
         batch.state = self.state = registers.state(count, batch.depth)
         x, x0 = registers.called[:count], registers.x0[:count]
         if not any(entry.observers or entry.constraints for entry in batch.entries):
