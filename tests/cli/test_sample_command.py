@@ -158,6 +158,7 @@ def test_an_image_carries_its_recipe_and_the_text_of_a1111(make, here):
     assert [stage["name"] for stage in said["stages"]] == ["text", "encode", "denoise", "decode"]
     assert all(stage["seconds"] >= 0 for stage in said["stages"])
     assert said["calls"] == 4  # PLMS calls once more
+    assert said["plain"] == {"device": 4}  # no step is captured on a CPU
     recipe = read_png(here / "a.png")
     assert recipe.to_dict() == said["recipes"][0]
     assert (recipe.prompt, recipe.negative_prompt, recipe.seed, recipe.steps) == ("abc", "cab", 7, 3)

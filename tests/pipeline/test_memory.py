@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import tracemalloc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +217,10 @@ def test_owners_are_where_the_work_is(pipe: Pipeline) -> None:
 
 
 def test_guidance_off_halves_the_denoising(pipe: Pipeline) -> None:
-    """cond and uncond are one batch: without guidance it is half as large, beside weights and latents."""
+    """cond and uncond are one batch: without guidance it is half as large, beside weights, latents and hoisted text."""
     request = request_for(pipe, size=SIZE)
     both, one = (predict(pipe, replace(request, guidance=scale)).stages["denoise"] for scale in (5.0, 1.0))
-    assert one.activations == pytest.approx(both.activations / 2, rel=0.05)
+    assert one.activations == pytest.approx(both.activations / 2, rel=0.07)
     batch = predict(pipe, request_for(pipe, size=SIZE, batch=2)).stages["denoise"]
     assert batch.activations == pytest.approx(2 * both.activations, rel=0.02)
 
@@ -259,6 +259,58 @@ def test_offload_keeps_only_what_a_stage_uses(pipe: Pipeline) -> None:
 def held(*networks: nn.Module) -> int:
     """Bytes of weights as CUDA's allocator rounds them."""
     return sum(tracker.rounded_bytes(weight) for network in networks for weight in network.parameters())
+
+
+def test_graphs_keep_registers_inputs_and_the_activations_of_a_call(pipe: Pipeline) -> None:
+    request = request_for(pipe, size=SIZE, batch=2)
+    with_graphs = predict(pipe, request, device="cuda").stages
+    without = predict(pipe, request, device="cuda", policy=Policy(without=("graphs",))).stages
+    kept = with_graphs["denoise"].graphs
+    latents = 2 * 4 * SIZE[0] // 2 * SIZE[1] // 2 * 4
+    assert 9 * latents < kept < 9 * latents + 2**20  # nine registers; the rest are tables, inputs, text keys and values
+    assert with_graphs["decode"].graphs == with_graphs["text"].graphs > kept + 0.9 * without["denoise"].activations
+    for name in without:
+        assert without[name].graphs == 0
+        assert with_graphs[name].activations == pytest.approx(without[name].activations, rel=0.02)
+    larger = predict(pipe, request_for(pipe, size=SIZE, batch=9), device="cuda").stages["denoise"]
+    as_bucket = predict(pipe, request_for(pipe, size=SIZE, batch=10), device="cuda").stages["denoise"]
+    assert larger.graphs == pytest.approx(as_bucket.graphs, rel=1e-3)  # 9 images run in a graph of 10
+
+
+def test_what_programs_hold_is_predicted(pipe: Pipeline) -> None:
+    """Programs on the CPU are what a graph captures: their registers and inputs are there to be counted."""
+
+    @dataclass(repr=False)
+    class Programs(Pipeline):
+        def stepper(self, networks: Any) -> Any:
+            return self.graphs.stepper(networks, capture=False)
+
+    device = Programs(pipe.components)
+    assert device.graph_memory().total == 0
+    request = request_for(pipe, size=SIZE, batch=2)
+    assert device.run(request).plain == {}
+    found = device.graph_memory()
+    assert (found.graphs, found.pool) == (0, 0)  # nothing is captured on a CPU
+    assert predict(pipe, request, device="cuda").stages["denoise"].graphs == pytest.approx(found.registers, rel=0.02)
+    device.graphs.clear()
+    assert device.graph_memory().total == 0
+
+
+def test_why_steps_are_plain_is_in_the_result(pipe: Pipeline) -> None:
+    request = request_for(pipe, size=SIZE, steps=3)
+    assert pipe.run(request).plain == {"device": 3}
+
+    @dataclass(repr=False)
+    class Programs(Pipeline):
+        def stepper(self, networks: Any) -> Any:
+            return self.graphs.stepper(networks, capture=False)
+
+    assert Programs(pipe.components).run(replace(request, guidance="5 + apg")).plain == {"memory of a rule": 3}
+    for policy, why in (
+        (Policy(), ""), (Policy(without=("graphs",)), "policy"), (Policy(compile=True), "compile"),
+        (Policy(offload="block"), "offload"),
+    ):  # fmt: skip
+        assert Pipeline(pipe.components, policy, torch.device("cuda")).why_plain() == why
 
 
 def test_attention_maps_are_held_by_math_alone(pipe: Pipeline) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -490,6 +491,7 @@ class _SampleReport:
     recipes: list[Recipe] = field(default_factory=list)
     calls: int = 0
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    plain: Counter[str] = field(default_factory=Counter)  # steps that were not captured, by why
     notes: list[str] = field(default_factory=list)
     receipt: str | None = None
     sheet: dict[str, Any] | None = None
@@ -523,6 +525,7 @@ class _SampleReport:
         self.calls += result.plan.nfe
         self.receipt = None if result.receipt is None else str(result.receipt)
         self.note(*result.notes)
+        self.plain.update(result.plain)
         for stage in result.stages:
             known = self.stages.setdefault(stage.name, {"name": stage.name, "seconds": 0.0, "peak": None})
             known["seconds"] += stage.seconds
@@ -536,6 +539,7 @@ class _SampleReport:
             "load_seconds": self.load_seconds,
             "stages": list(self.stages.values()),
             "calls": self.calls,
+            "plain": dict(self.plain),
             "notes": self.notes,
             "receipt": self.receipt,
             "sheet": self.sheet,
@@ -559,7 +563,8 @@ def _show_report(report: _SampleReport) -> None:
             say(f"wrote {path}: {_settings_text(recipe)}", style="bold")
     took = {"load": report.load_seconds, **{name: stage["seconds"] for name, stage in report.stages.items()}}
     calls = f"{report.calls} model call" + ("" if report.calls == 1 else "s")
-    say(" · ".join([*(f"{name} {seconds:.2f} s" for name, seconds in took.items()), calls]), style="dim")
+    plain = [f"{count} not captured ({why})" for why, count in report.plain.items() if why != "device"]
+    say(" · ".join([*(f"{name} {seconds:.2f} s" for name, seconds in took.items()), calls, *plain]), style="dim")
     for path in report.traces:
         say(f"traced {path}: pellucid trace show {path}")
     if report.receipt is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError
 from pellucid.interop.components import Components
+from pellucid.models.graph_memory import GraphMemory
 from pellucid.pipeline import stages
 from pellucid.pipeline.memory import guests_by_name, predict
 from pellucid.pipeline.model import map_networks, networks_by_name, set_memory_format
@@ -63,11 +64,12 @@ class StrategyCost:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a real run took: bytes at the peak of each stage, its seconds, and what it made."""
+    """What a real run took: bytes at the peak of each stage, its seconds, what it made, and what graphs keep."""
 
     peaks: dict[str, int]
     seconds: dict[str, float]
     result: Result
+    graphs: GraphMemory = field(default_factory=GraphMemory)
 
     @property
     def stage(self) -> str:
@@ -169,12 +171,15 @@ def measure(pipe: Pipeline, request: Request, beside: Sequence[Tensor] = ()) -> 
 
     The CPU's figure does not see what kernels borrow inside of themselves. Tensors of others are not counted.
     """
-    pipe.run(request)  # reads adapters, compiles, warms up
+    pipe.run(request)  # reads adapters, compiles, captures, warms up
     own = Tracker([pipe.device.type], grain=GRAIN if pipe.device.type == "cuda" else 1)
     networks = {**networks_by_name(pipe.components), **guests_by_name(pipe, request)}
-    own.hold(networks.values(), beside)
+    views = networks_by_name(pipe.with_loras(request)[0])  # which are kept, with the weights that LoRAs change
+    own.hold([*networks.values(), *views.values()], beside)
     if pipe.device.type == "cuda":
-        return _memory_use(pipe.run(request), _others_on(pipe.device, own.weights))
+        kept = pipe.graph_memory()
+        others = _others_on(pipe.device, own.weights + kept.total - kept.idle)
+        return replace(_memory_use(pipe.run(request), others), graphs=pipe.graph_memory())
     with metered(own):
         result = pipe.run(request)
     return _memory_use(result, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Latents:
     stages: Stages
     recipes: Callable[[], list[Recipe]]
     notes: tuple[str, ...] = ()
+    plain: Mapping[str, int] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -49,6 +50,7 @@ def decode(latents: Latents) -> Result:
         stages=tuple(latents.stages.taken),
         receipt=settings.receipt,
         notes=latents.notes,
+        plain=latents.plain,
     )
 
 

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError
 from pellucid.interop.components import Components
-from pellucid.models import lora
+from pellucid.models import graph_memory, lora
+from pellucid.models.captured import DeviceStepper, bucket
+from pellucid.models.guided import GuidedDenoiser
 from pellucid.pipeline.decode import decode
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
 from pellucid.pipeline.encoders.image_inputs import is_inpainting
 from pellucid.pipeline.ghost import META, Kernels, Rehearsal, Shadows
 from pellucid.pipeline.model import Model, RunSettings, networks_by_name, set_memory_format, with_views
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.prepare import denoise, prepare, settle
+from pellucid.pipeline.prepare import Prepared, denoise, prepare, settle
 from pellucid.pipeline.request import Control, Request
 from pellucid.pipeline.tracker import GRAIN, METER, Peak, borrowed_bytes, metered, standing_bytes
 
@@ -45,6 +47,11 @@ class Forecast:
     @property
     def peak(self) -> Peak:
         return self.stages[self.stage]
+
+    @property
+    def graphs(self) -> int:
+        """Bytes that captured graphs keep between runs."""
+        return max(peak.graphs for peak in self.stages.values())
 
 
 # --- what to run ---------------------------------------------------------------------------------------------------
@@ -125,11 +132,56 @@ def predict(
     )
     tracker.hold(ghosts.resident, [shadows.shadow(tensor) for tensor in beside])
     eager = replace(policy, compile=False)  # compiled code holds no more than this
+    ghost = _GhostModel(ghosts.components, eager, META, captures=policy.does("graphs", where))
     with metered(tracker), Kernels(shadows.device, policy.attention), tracker.following(ghosts.named):
-        decode(denoise(prepare(settle(Model(ghosts.components, eager, META), ghosts.request))))
+        prepared = prepare(settle(ghost, ghosts.request))
+        text = _hoisted(prepared, ghost)
+        latents = denoise(prepared)
+        text, after = text[1:], tracker.others
+        decode(latents)
+    kept = graph_memory.held(ghost.graphs).registers + sum(graph_memory.bytes_of(one) for one in text)
+    peaks = tracker.stages if not kept else _with_graphs(tracker.stages, kept, after)
     standing = standing_bytes(where)
-    stages = {name: replace(peak, workspace=peak.workspace + standing) for name, peak in tracker.stages.items()}
-    return Forecast(stages, policy)
+    return Forecast({n: replace(peak, workspace=peak.workspace + standing) for n, peak in peaks.items()}, policy)
+
+
+@dataclass(repr=False)
+class _GhostModel(Model):
+    """A model whose steps are rehearsed, where it `captures`, as the programs that a GPU captures, at their sizes."""
+
+    captures: bool = False
+
+    def stepper(self, networks: Sequence[nn.Module]) -> DeviceStepper | None:
+        return self.graphs.stepper((), capture=False) if self.captures else None  # the hooks on networks are ours
+
+
+def _hoisted(prepared: Prepared, ghost: _GhostModel) -> list[Any]:
+    """The text's keys and values that a run makes once, and the copies that a program keeps."""
+    denoiser = prepared.denoiser
+    if ghost.policy.offload != "none" or not isinstance(denoiser, GuidedDenoiser):
+        return []
+    network: Any = denoiser.network
+    given = [one["context"] for one in (denoiser.uncond, denoiser.cond) if one and "context" in one]
+    if not given or not hasattr(network, "text_tokens"):
+        return []
+    context = torch.cat(given)
+    copies = context[:1].expand(bucket(len(context)) if ghost.captures else 0, *context.shape[1:])
+    return [network.text_tokens(rows) for rows in (context, copies) if len(rows)]
+
+
+def _with_graphs(stages: Mapping[str, Peak], kept: int, after: int) -> dict[str, Peak]:
+    """The peaks with what captured graphs keep: registers and inputs, and a pool with the activations of one call.
+
+    While steps run, the activations are those in the pool; all other stages find it full, from the second run on.
+    """
+    busy = stages["denoise"]
+    pool = max(busy.activations + busy.workspace - after, 0)
+    found = {name: replace(peak, graphs=kept + pool) for name, peak in stages.items()}
+    for name in ("denoise", "decode"):
+        if name in found:
+            found[name] = replace(found[name], activations=stages[name].activations - kept)
+    found["denoise"] = replace(found["denoise"], graphs=kept)
+    return found
 
 
 @dataclass(frozen=True)
@@ -237,12 +289,14 @@ def check_fits(run: RunSettings, fitted: int = 0) -> int:
     room = available(model.device)
     if room is None:
         return fitted
+    held = model.graph_memory()
+    room -= held.idle
     if rough > room:
         try:
             forecast = predict(model, request, steps=1)
         except Exception:  # what is wrong with the request is said when it runs
             return fitted
-        need = forecast.peak.total - _resident(model)
+        need = forecast.peak.total - _resident(model) - min(held.total, forecast.graphs)
         if need > room:
             words = f"{size_text(need)} more are predicted to be needed, {size_text(room)} are free"
             advice = explain(model, request, forecast.stage)

@@ -17,11 +17,12 @@ from pellucid.core.noise import NoiseSource
 from pellucid.core.plan import Plan
 from pellucid.interop import lora_file, source, weights
 from pellucid.interop.components import Components, text_parts
-from pellucid.models import ip_adapter, lora
+from pellucid.models import graph_memory, ip_adapter, lora
 from pellucid.models.captured import DeviceStepper, StepGraphs
 from pellucid.models.clip import CLIPVisionEncoder
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.dit import DiT
+from pellucid.models.graph_memory import GraphMemory
 from pellucid.models.guidance import Guidance, guarded
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.lora import AdapterSet, Receipt
@@ -52,6 +53,18 @@ class Model:
     def stepper(self, networks: Sequence[nn.Module]) -> DeviceStepper | None:
         """What steps a batch with these networks as captured graphs, where the policy wants that."""
         return self.graphs.stepper(networks) if self.policy.does("graphs", self.device) else None
+
+    def why_plain(self) -> str:
+        """Why no step is captured, in a word; nothing where the policy and the device allow it."""
+        if self.policy.does("graphs", self.device):
+            return ""
+        if self.device.type != "cuda":
+            return "device"
+        return "compile" if self.policy.compile else "offload" if self.policy.offload != "none" else "policy"
+
+    def graph_memory(self) -> GraphMemory:
+        """What the captured graphs keep on the device between runs."""
+        return graph_memory.held(self.graphs)
 
     # --- what a request leaves open -------------------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ def prepare(
     the result.
     """
     model, request, parts = run.model, run.request, run.components
-    stages = Stages(model.policy, model.device, explain)
+    stages = Stages(model.policy, model.device, explain, lambda: model.graph_memory().idle)
     # a network that was trained with its guidance as an input takes the scale, and is called once per step
     embedded = takes_guidance(parts.network)
     scale, guidance = (input_guidance(run.guidance), Guidance(1.0)) if embedded else (1.0, run.guidance)
@@ -285,6 +285,7 @@ def prepare(
 def denoise(prepared: Prepared) -> Latents:
     """Runs what is prepared; its observers see the recipes first, then every step."""
     settings, stages = prepared.settings, prepared.stages.copy()
+    stepper = settings.model.stepper(prepared.networks)
     show_recipes(prepared.observers, prepared.recipes)
     with stages.run("denoise", *prepared.networks):
         x = loop(
@@ -295,9 +296,10 @@ def denoise(prepared: Prepared) -> Latents:
             prepared.observers,
             prepared.constraints,
             settings.request.cancelled,
-            settings.model.stepper(prepared.networks),
+            stepper,
         )
-    return Latents(x, settings, stages, prepared.recipes, prepared.notes)
+    plain = {settings.model.why_plain(): settings.plan.nfe} if stepper is None else dict(stepper.plain)
+    return Latents(x, settings, stages, prepared.recipes, prepared.notes, plain)
 
 
 def _start_of(run: RunSettings, clean: Tensor | None, noise: Tensor) -> Tensor:

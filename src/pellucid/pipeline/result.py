@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +21,11 @@ from pellucid.pipeline.stages import Stage
 
 @dataclass(frozen=True)
 class Result:
-    """What a request made. `recipes` repeat each image; `latents` are x at the plan's end."""
+    """What a request made. `recipes` repeat each image; `latents` are x at the plan's end.
+
+    `plain` counts the steps that ran operation by operation, not as a captured graph, by why in a word: "device" on a
+    CPU, "hooks" where something watches the network. It is empty where all were captured.
+    """
 
     images: list[Image.Image]
     latents: Tensor
@@ -30,6 +34,7 @@ class Result:
     stages: tuple[Stage, ...] = ()
     receipt: Receipt | None = None
     notes: tuple[str, ...] = ()
+    plain: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for image, recipe in zip(self.images, self.recipes, strict=False):

@@ -285,11 +285,13 @@ class Stages:
     """Runs stages on a device under a policy, and keeps what each took.
 
     `explain(stage)` says which module owns the peak of a stage and what would lower it, when memory runs out.
+    `idle()` are bytes that captured graphs have reserved, which torch does not count as allocated.
     """
 
     policy: Policy
     device: torch.device
     explain: Callable[[str], str] | None = None
+    idle: Callable[[], int] | None = None
     taken: list[Stage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -303,7 +305,7 @@ class Stages:
     def run(self, name: str, *networks: nn.Module | None) -> Iterator[None]:
         """Inside, the networks are on the device; with offload they leave it afterwards."""
         used = [network for network in networks if network is not None]
-        began = self.begin()
+        began, idle = self.begin(), self.idle_bytes()
         try:
             with ExitStack() as inside:
                 if (meter := METER.get()) is not None:
@@ -320,7 +322,7 @@ class Stages:
                 must = "a kernel that this device, dtype and head width allow"
                 raise PellucidError(rule("attention", must, self.policy.attention, advice), "attention") from error
             raise
-        self.end(name, began)
+        self.end(name, began, idle)
 
     def begin(self) -> float:
         if self.device.type == "cuda":
@@ -328,11 +330,17 @@ class Stages:
             torch.cuda.reset_peak_memory_stats(self.device)
         return time.perf_counter()
 
-    def end(self, name: str, began: float) -> None:
+    def idle_bytes(self) -> int:
+        return 0 if self.idle is None or self.device.type != "cuda" else self.idle()
+
+    def end(self, name: str, began: float, idle: int = 0) -> None:
+        """`idle` were the bytes that graphs had reserved when the stage began."""
         peak = None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            peak = torch.cuda.max_memory_allocated(self.device)
+            # the activations of a graph that the stage captured were allocated in it; later they are idle
+            now = torch.cuda.memory_allocated(self.device) + self.idle_bytes()
+            peak = max(torch.cuda.max_memory_allocated(self.device) + idle, now)
         elif (meter := METER.get()) is not None:
             peak = meter.stages[name].total
         self.taken.append(Stage(name, time.perf_counter() - began, peak, began))

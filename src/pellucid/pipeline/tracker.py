@@ -27,17 +27,21 @@ _HOLDERS = 5  # modules named in a peak
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a stage, in bytes. `owner` is the module at work, `held` what each module had made."""
+    """The fullest moment of a stage, in bytes. `owner` is the module at work, `held` what each module had made.
+
+    `graphs` is what captured graphs keep from run to run, beyond the activations of the stage itself.
+    """
 
     weights: int = 0
     activations: int = 0
     workspace: int = 0
     owner: str = ""
     held: tuple[tuple[str, int], ...] = ()
+    graphs: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.workspace
+        return self.weights + self.activations + self.workspace + self.graphs
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ _ITSELF = "the stage itself"  # what happens in no module: noise, sums, images
 _COSTS = ("denoise", "decode", "ms", "× time", "max diff", "mean diff", "to")
 _BAR = 24  # characters of the longest bar
 _PARTS = {"weights": ("█", COLOURS[0]), "activations": ("▓", COLOURS[1]), "workspace": ("░", "#f6c592")}
+_GRAPHS = {"graphs": ("▒", "#b9a7e0")}  # where some are captured
 
 
 def describe_run(pipe: Pipeline, request: Request, policy: Policy, device: Any) -> dict[str, Any]:
@@ -67,9 +68,14 @@ class StageReport:
     found: MemoryUse | None
 
     @property
+    def parts(self) -> dict[str, tuple[str, str]]:
+        """The parts of a peak, with the mark and the colour of each."""
+        return {**_PARTS, **_GRAPHS} if self.forecast.graphs else _PARTS
+
+    @property
     def columns(self) -> tuple[str, ...]:
         measured = () if self.found is None else ("measured", "ratio")
-        return ("stage", *_PARTS, "predicted", *measured, "", "owner of the peak")
+        return ("stage", *self.parts, "predicted", *measured, "", "owner of the peak")
 
     def rows(self) -> list[tuple[str, ...]]:
         rows = []
@@ -77,14 +83,14 @@ class StageReport:
             seen: tuple[str, ...] = ()
             if self.found is not None:
                 seen = (size_text(self.found.peaks[name]), f"{peak.total / max(self.found.peaks[name], 1):.3f}")
-            sizes = [size_text(getattr(peak, part)) for part in _PARTS]
+            sizes = [size_text(getattr(peak, part)) for part in self.parts]
             rows.append((name, *sizes, size_text(peak.total), *seen, self.bar(peak), peak.owner or _ITSELF))
         return rows
 
     def bar(self, peak: Any) -> str:
-        """Weights, activations and workspace, one after the other."""
+        """Weights, activations, workspace and graphs, one after the other."""
         text, total = "", 0
-        for name, (mark, _) in _PARTS.items():
+        for name, (mark, _) in self.parts.items():
             total += getattr(peak, name)
             text += mark * (round(_BAR * total / max(self.forecast.peak.total, 1)) - len(text))
         return text
@@ -96,8 +102,17 @@ class StageReport:
         lines = [
             f"peak: {self.forecast.stage}, {size_text(peak.total)} predicted{measured}; "
             f"owner: {peak.owner or _ITSELF}; other memory held: {held or 'none'}.",
-            "█ weights  ▓ activations  ░ workspace of kernels.",
+            "█ weights  ▓ activations  ░ workspace of kernels"
+            + ("  ▒ captured graphs." if self.forecast.graphs else "."),
         ]
+        if self.forecast.graphs:
+            kept = (
+                "" if found is None else f", {size_text(found.graphs.total)} measured in {found.graphs.graphs} graphs"
+            )
+            lines.append(
+                f"graphs: {size_text(self.forecast.graphs)} predicted to stay between runs{kept}: "
+                "registers, inputs, and the activations of one call. Leave them out with without=graphs."
+            )
         if found is not None and not self.about["device"].startswith("cuda"):
             lines.append("measured: bytes of live tensors; on a CPU the kernels' own workspace is not seen.")
         effects = {name: EFFECTS[name] for name in self.about["policy"]}
@@ -106,7 +121,7 @@ class StageReport:
     def to_dict(self) -> dict[str, Any]:
         stages = {
             name: {
-                **{part: getattr(peak, part) for part in _PARTS},
+                **{part: getattr(peak, part) for part in (*_PARTS, *_GRAPHS)},
                 "predicted": peak.total,
                 "measured": None if self.found is None else self.found.peaks[name],
                 "seconds": None if self.found is None else self.found.seconds[name],
@@ -115,7 +130,11 @@ class StageReport:
             }
             for name, peak in self.forecast.stages.items()
         }
-        return {**self.about, "peak_stage": self.forecast.stage, "stages": stages}
+        kept = {
+            "predicted": self.forecast.graphs,
+            "measured": None if self.found is None else self.found.graphs._asdict(),
+        }
+        return {**self.about, "peak_stage": self.forecast.stage, "stages": stages, "graphs": kept}
 
     def draw(self, path: Path) -> None:
         """A stacked bar per stage, a mark where it was measured, and the owner of its peak beneath it."""
@@ -123,7 +142,7 @@ class StageReport:
         scale, unit = _unit_of(self.forecast.peak.total)
         figure, [axes] = _panels("Memory by stage", self.about, names, 10.5, [1.0])
         left, look = [0.0] * len(peaks), {"edgecolor": "white", "linewidth": 0.6}
-        for part, (_, fill) in _PARTS.items():
+        for part, (_, fill) in self.parts.items():
             sizes = [getattr(peak, part) / scale for peak in peaks]
             bars = axes.barh(range(len(peaks)), sizes, 0.42, left, color=fill, label=part, **look)
             left = [start + size for start, size in zip(left, sizes, strict=True)]

@@ -1,0 +1,72 @@
+"""What captured graphs keep from run to run: registers, the inputs that they read, and the pool of their activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from pellucid.models import inputs as trees
+from pellucid.models.captured import StepGraphs
+
+
+_KNOWN: WeakKeyDictionary[StepGraphs, tuple[tuple[int, ...], tuple[int, int]]] = WeakKeyDictionary()
+
+
+class GraphMemory(NamedTuple):
+    """Bytes that stay on the device between runs. `idle` is what torch does not count as allocated: it is reserved."""
+
+    graphs: int = 0  # how many are captured
+    registers: int = 0  # with the inputs of the network's calls, text keys and values among them
+    pool: int = 0  # that all graphs share: as large as the activations of the largest call
+    idle: int = 0  # of the pool
+
+    @property
+    def total(self) -> int:
+        return self.registers + self.pool
+
+
+def held(graphs: StepGraphs) -> GraphMemory:
+    """What the graphs of a model keep while none of them runs."""
+    with graphs.lock:
+        free, pool = list(graphs.free), graphs.pool
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for one in free for tensor in _fixed(one)}
+    captured = tuple(id(p.graph) for one in free for p in one.programs.values() if p.graph is not None)
+    known = _KNOWN.get(graphs)
+    if known is None or known[0] != captured:  # to ask torch takes milliseconds, and only a capture changes the pool
+        known = _KNOWN[graphs] = captured, _pool_bytes(pool)
+    return GraphMemory(len(captured), sum(storage.nbytes() for storage in storages.values()), *known[1])
+
+
+def bytes_of(tree: Any) -> int:
+    """Of all tensors in a tree of inputs."""
+    sizes: list[int] = []
+    trees.over(lambda _, leaf: sizes.append(leaf.untyped_storage().nbytes()), "inputs", tree)
+    return sum(sizes)
+
+
+def _fixed(registers: Any) -> Iterator[Tensor]:
+    """The tensors that stay where they are, of registers and of their programs."""
+    owners = [registers, *registers.programs.values()]
+    for owner in owners:
+        for name, value in vars(owner).items():
+            if name == "output":  # lies in the pool
+                continue
+            found: list[Tensor] = []
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif name in ("history", "whose", "inputs"):
+                trees.over(lambda _, leaf, to=found: to.append(leaf), "inputs", value)
+            yield from found
+
+
+def _pool_bytes(pool: Any) -> tuple[int, int]:
+    """(reserved, of it not allocated) bytes of the memory pool that graphs share."""
+    if pool is None:
+        return 0, 0
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == tuple(pool)]  # type: ignore[no-untyped-call]
+    reserved = sum(segment["total_size"] for segment in segments)
+    return reserved, reserved - sum(segment["allocated_size"] for segment in segments)
