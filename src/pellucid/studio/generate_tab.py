@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from pellucid.core.batch import StepSeen
-from pellucid.core.loop import Cancelled
+from pellucid.core.errors import Cancelled
 from pellucid.evidence.trace import previews
 from pellucid.evidence.trace.recorder import Recorder
 from pellucid.interop.source import bundles

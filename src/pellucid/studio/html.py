@@ -15,8 +15,7 @@ import gradio as gr
 from PIL import Image
 from torch import Tensor
 
-from pellucid.core.errors import PellucidError, is_out_of_memory
-from pellucid.core.loop import Cancelled
+from pellucid.core.errors import Cancelled, PellucidError, is_out_of_memory
 from pellucid.evidence.report.charts import LOCK
 from pellucid.evidence.report.page import CHART_SCRIPT, CHART_STYLE
 from pellucid.pipeline.images import to_images
