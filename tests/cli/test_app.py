@@ -25,7 +25,7 @@ FLAGS = {
         "--keep-cells", "--label", "--lora", "--mask", "--negative", "--noise", "--offload", "--option",
         "--original-size", "--out", "--overwrite", "--plan", "--revision", "--sampler", "--seed", "--size", "--steps",
         "--strength", "--target", "--target-size", "--tokenizer", "--trace", "--trace-tensors", "--vae",
-        "--vae-slicing", "--vae-tile", "--variant", "--weak", "--weighting", "-n", "model", "prompt",
+        "--vae-slicing", "--vae-tile", "--variant", "--weak", "--weighting", "--without", "-n", "model", "prompt",
     ],
     "schedules": ["--json", "--overwrite", "--plot", "--zero-snr", "names"],
     "samplers": ["--json", "name"],
@@ -42,7 +42,7 @@ FLAGS = {
     "memory": [
         "--attention", "--batch", "--channels-last", "--compare", "--compile", "--controlnet", "--device", "--dtype",
         "--json", "--lora", "--offload", "--overwrite", "--plot", "--predict", "--size", "--steps", "--vae-slicing",
-        "--vae-tile", "model",
+        "--vae-tile", "--without", "model",
     ],
     "train": ["--data-changed", "--device", "--explain", "--json", "--out", "--ranks", "--until", "config"],
     "score": [

@@ -687,7 +687,7 @@ def image_bytes(size: tuple[int, int]) -> bytes:
         (["model", "x", "--keep-cells"], "usage", "--grid-of"),
         (["model", "x", "--grid-of", "stps=1,2"], "grid-axis", "Nearest: steps"),
         (["model", "x", "--grid-of", "lora=1,2"], "grid-axis", "--lora"),
-        (["model", "x", "--grid-of", "steps=1,2", "-n", "2"], "usage", "one image a cell"),
+        (["model", "x", "--grid-of", "steps=1,2", "-n", "2"], "usage", "one image per cell"),
         (["model", "x", "--grid-of", "guidance=3,x"], "guidance", "linear"),
         (["model", "x", "--out", "none/a.png"], "file", "a folder that exists"),
         (["model", "x", "--out", "a.jpg"], "file-type", ".png"),

@@ -12,7 +12,7 @@ from pellucid.cli import output
 from pellucid.cli.options import AsJson, Device, Overwrite, group, option
 from pellucid.interop.atomic_files import writing
 
-EPILOG = "A folder of scenes is one that `pellucid train` reads: metadata.jsonl names image, caption and maps."
+EPILOG = "`pellucid train` reads a folder of scenes: metadata.jsonl names image, caption and maps."
 
 app = group("Make data, and look at it.")
 
@@ -25,7 +25,7 @@ def scenes(
     folder: Annotated[Path | None, option("DIR", "Write images, edges, segmentation and metadata.jsonl.")] = None,
     size: Annotated[int, option("PIXELS", "The side of an image.")] = 128,
     split: Annotated[str, option("NAME", "train, held_out or any.")] = "train",
-    style: Annotated[list[str] | None, option("NAME", "A style; again for more. Default: those of training.")] = None,
+    style: Annotated[list[str] | None, option("NAME", "A style; may be repeated (default: those of training).")] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -59,8 +59,10 @@ def scenes(
 def latents(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A training config: its data, VAE and tokenizer.")],
     out: Annotated[Path | None, option("FOLDER", "Output folder (default: data.folder of the config).")] = None,
-    count: Annotated[int | None, option("N", "How many scenes, of data without end.", min=1)] = None,
-    phrasings: Annotated[int | None, option("N", "Captions of each scene; a step draws one of them.", min=1)] = None,
+    count: Annotated[int | None, option("N", "How many scenes to encode, for data without end.", min=1)] = None,
+    phrasings: Annotated[
+        int | None, option("N", "Captions per scene; a training step draws one of them.", min=1)
+    ] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:

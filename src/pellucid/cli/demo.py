@@ -23,7 +23,7 @@ def command(
 ) -> None:
     """Make images of twelve prompts on the CPU, and show one of them on its way from noise.
 
-    Example: [bold]pellucid demo --steps 10 --out pictures.png[/]
+    Example: [bold]pellucid demo --steps 10 --out images.png[/]
     """
     goal = output.destination(out, "--out", (".png",), overwrite=overwrite)
     from pellucid.evidence import demo

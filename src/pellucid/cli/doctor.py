@@ -20,9 +20,9 @@ _EXAMPLES = (
     "  pellucid doctor scenes-128 --data scenes",
     "  pellucid doctor --config ./sd15/scheduler/scheduler_config.json --steps 10 --json",
     "  pellucid doctor ./model --strict",
-    "  pellucid doctor picture.png",
-    "  pellucid doctor --trace run.trace --images pictures/",
-    "  pellucid doctor model --data pictures/ --only target --only schedule",
+    "  pellucid doctor image.png",
+    "  pellucid doctor --trace run.trace --images images/",
+    "  pellucid doctor model --data images/ --only target --only schedule",
 )
 EPILOG = "\n\n".join(_EXAMPLES)
 _RUNS = ("steps", "strength", "sampler", "grid")
@@ -35,7 +35,7 @@ def command(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A model; or a scheduler_config.json, a plan, an image that carries its recipe.",
+            help="A model, a scheduler_config.json, a plan, or an image that stores its recipe.",
             show_default=False,
             autocompletion=model_names,
         ),
@@ -54,7 +54,7 @@ def command(
         str | None,
         option("NAME", "dtype of the loaded weights (default: float32 on a CPU and the files' own on a GPU)."),
     ] = None,
-    tokenizer: Annotated[str | None, option("FOLDER", "For single files, which hold none.")] = None,
+    tokenizer: Annotated[str | None, option("FOLDER", "The tokenizer of a single file, which contains none.")] = None,
     only: Annotated[
         list[str] | None,
         option("CHECK", "Only this check, such as target; may be repeated; an error if it cannot run."),
@@ -82,7 +82,7 @@ def command(
         report = replace(examine(subject, checks, tick), strict=strict)
     if only and report.skipped:
         name, why = report.skipped[0]
-        raise PellucidError(f"check {name} must be possible where it is asked for; it is not: {why}.", "check")
+        raise PellucidError(f"check {name} must be able to run here if it is selected; it cannot: {why}.", "check")
     if as_json:
         output.print_json(report.to_dict())
     else:

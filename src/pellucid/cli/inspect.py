@@ -69,7 +69,9 @@ def command(
     Example: [bold]pellucid inspect ./sd15 --size 768x512 --plot sd15.html[/]
     """
     if plot is not None and component is not None:
-        raise PellucidError(rule("--plot", "given without --component", str(plot), "It draws the whole."), "usage")
+        raise PellucidError(
+            rule("--plot", "given without --component", str(plot), "It draws the whole model."), "usage"
+        )
     goal = output.plot_destination(plot, drawing.SUFFIXES, overwrite=overwrite)
     if device is not None and not time:
         raise PellucidError(rule("--device", "given with --time, since nothing runs without it", device), "usage")

@@ -38,7 +38,9 @@ def command(
     dtype: Dtype = None,
     device: Device = None,
     compare: Annotated[bool, flag("--compare", "Run each strategy and adapter: peak, time, image difference.")] = False,
-    predict: Annotated[bool, flag("--predict", "Only predict, also for a device that is not here.")] = False,
+    predict: Annotated[
+        bool, flag("--predict", "Only predict, even for a device that this machine does not have.")
+    ] = False,
     as_json: AsJson = False,
     plot: Plot = None,
     overwrite: Overwrite = False,

@@ -25,9 +25,9 @@ def option(metavar: str, help: str, *names: str, panel: str | None = None, **mor
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
-def flag(name: str, help: str, panel: str | None = None, metavar: str | None = "") -> Any:
-    """An option without a value; without a `metavar`, the help calls it a bool."""
-    return typer.Option(name, metavar=metavar, help=help, rich_help_panel=panel)
+def flag(name: str, help: str, panel: str | None = None) -> Any:
+    """An option without a value, which the help does not call a bool."""
+    return typer.Option(name, metavar="", help=help, rich_help_panel=panel)
 
 
 def model_names(incomplete: str) -> list[str]:
@@ -106,6 +106,6 @@ Device = Annotated[str | None, option("NAME", "cuda or cpu (default: cuda if the
 Dtype = Annotated[str | None, option("NAME", "float32, bfloat16 or float16 (default: the model's own).")]
 Size = Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512 (default: the model's own).")]
 Out = Annotated[Path | None, option("FOLDER", "Output folder (default: out/NAME of the config).")]
-Plot = Annotated[Path | None, option("FILE", "Draw it into this file (.png, .svg, .pdf).", "--plot")]
-Overwrite = Annotated[bool, flag("--overwrite", "Replace a file that exists.")]
+Plot = Annotated[Path | None, option("FILE", "Draw a chart into this file (.png, .svg, .pdf).", "--plot")]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace an existing file.")]
 AsJson = Annotated[bool, flag("--json", "Print the result as JSON.")]

@@ -42,13 +42,13 @@ def command(
     ] = None,
     steps: Annotated[int | None, option("N", "Steps (default: 20).")] = None,
     dialect: Annotated[
-        str | None, option("DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", "--as")
+        str | None, option("DIALECT", "exact, or the conventions of diffusers, k-diffusion or comfyui.", "--as")
     ] = None,
     final: Annotated[str | None, option("END", "Where the last step ends: zero or sigma_min.")] = None,
     as_json: AsJson = False,
     plot: Plot = None,
     diff: Annotated[
-        str | None, option("WORDS", "Compare with another plan, in these same words; the rest is inherited.")
+        str | None, option("WORDS", "Compare with another plan, given in these options; the rest is inherited.")
     ] = None,
     save: Annotated[Path | None, option("FILE", "Write the plan into this JSON file.")] = None,
     overwrite: Overwrite = False,

@@ -25,11 +25,11 @@ _MAX_PROMPTS_BYTES = 4 * 2**20
 _LOAD, _OUT = "Loading", "Output"  # panels of the help
 LOADING = {
     "inversions": Flag(("--inversion",), "FILE", "A textual inversion; may be repeated.", ADAPTERS, list[Path]),
-    "vae": Flag(("--vae",), "FOLDER", "Another autoencoder, a tiny one too.", _LOAD),
+    "vae": Flag(("--vae",), "FOLDER", "Use another autoencoder, for example a tiny one.", _LOAD),
     "image_encoder": Flag(("--image-encoder",), "FOLDER", "The encoder that image prompts need.", _LOAD),
-    "tokenizer": Flag(("--tokenizer",), "FOLDER", "For single files, which hold none.", _LOAD, Path),
-    "target": Flag(("--target",), "NAME", "What the network predicts, against its files: eps, v, …", _LOAD),
-    "variant": Flag(("--variant",), "NAME", "Which files, such as fp16.", _LOAD),
+    "tokenizer": Flag(("--tokenizer",), "FOLDER", "The tokenizer of a single file, which contains none.", _LOAD, Path),
+    "target": Flag(("--target",), "NAME", "What the network predicts, if its files are wrong: eps, v, …", _LOAD),
+    "variant": Flag(("--variant",), "NAME", "The variant of the weight files, such as fp16.", _LOAD),
     "revision": Flag(("--revision",), "NAME", "A revision on the hub.", _LOAD),
     "dtype": Flag(
         ("--dtype",),
@@ -42,21 +42,21 @@ LOADING = {
 _OUTPUT = {
     "batch": Flag(("--batch",), "N", "Images at once (default: 1, which repeats bit by bit).", SPEED, int),
     "out": Flag(("--out",), "PATH", "A .png or a folder (default: out-SEED.png).", _OUT, Path),
-    "overwrite": Flag(("--overwrite",), "", "Replace files that exist.", _OUT, bool),
+    "overwrite": Flag(("--overwrite",), "", "Replace existing files.", _OUT, bool),
     "grid_of": Flag(("--grid-of",), "AXES", 'A labelled sheet: "steps=10,20,50 x guidance=3,5,7".', _OUT),
-    "keep_cells": Flag(("--keep-cells",), "", "Keep each cell of the sheet, in a folder next to it.", _OUT, bool),
+    "keep_cells": Flag(("--keep-cells",), "", "Also keep each image of the sheet, in a folder next to it.", _OUT, bool),
     "trace": Flag(
-        ("--trace",), "FILE", "Record every step; see pellucid trace. FILE-001, … of several runs.", _OUT, Path
+        ("--trace",), "FILE", "Record every step (see pellucid trace); several runs write FILE-001, ….", _OUT, Path
     ),
     "trace_tensors": Flag(
-        ("--trace-tensors",), "", "Keep x, x0, eps and the guidance delta of each step too.", _OUT, bool
+        ("--trace-tensors",), "", "Also record x, x0, eps and the guidance delta of each step.", _OUT, bool
     ),
     "as_json": Flag(("--json",), "", "Print files, seeds, stages, notes and recipes as JSON.", _OUT, bool),
 }
-_FROM = Flag(("--from",), "FILE", "Repeat an image by the recipe inside it, ours or A1111's.", WHAT, Path)
+_FROM = Flag(("--from",), "FILE", "Repeat an image from the recipe stored in it, Pellucid's or A1111's.", WHAT, Path)
 _EXAMPLES = (
     'Example: pellucid sample ./sd15 "a red star" --seed 7 --out star.png',
-    '  pellucid sample ./sd15 @prompts.txt -n 2 --sampler "DPM++ 2M Karras" --steps 20 --out pictures/',
+    '  pellucid sample ./sd15 @prompts.txt -n 2 --sampler "DPM++ 2M Karras" --steps 20 --out images/',
     '  pellucid sample ./sd15 "a red star" --image sketch.png --strength 0.6 --lora ink.safetensors:0.8',
     '  pellucid sample ./sd15 "a red star" --seed 7 --grid-of "steps=10,20,50 x guidance=3,5,7" --out sheet.png',
     "  pellucid sample --from star.png",
@@ -79,7 +79,7 @@ def command(
     ] = None,
     **words: Any,
 ) -> None:
-    """Make images. Each PNG carries its recipe, as ours and as A1111's `parameters` text.
+    """Make images. Each PNG stores its recipe, in Pellucid's format and as A1111's `parameters` text.
 
     Without --sampler the model keeps its own scheduler; without --guidance it gets the guarded default.
     """

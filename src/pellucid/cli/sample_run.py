@@ -87,7 +87,7 @@ def _work_on(words: dict[str, Any], report: _SampleReport, bar: StepBar) -> None
         raise PellucidError("--label must come with one prompt at most; got several.", "usage")
     jobs = _jobs_of(options.fields)
     if axes is not None and len(jobs) > 1:
-        raise PellucidError(rule("--grid-of", "for one image a cell", f"{len(jobs)} images"), "usage")
+        raise PellucidError(rule("--grid-of", "for one image per cell", f"{len(jobs)} images"), "usage")
     paths = _output_paths(words["out"], words["overwrite"], len(jobs) > 1)
     traces = _TraceFiles.of(words)
     fields = {**options.fields, **options.adapters()}

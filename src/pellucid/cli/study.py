@@ -43,18 +43,20 @@ By = Annotated[
     str | None, option("MEASURE", "What decides: distance, latent, kid, image_text, right (default: distance).")
 ]
 Clip = Annotated[str | None, option("FOLDER", "A CLIP for the image-text score (default: the bundle's own).")]
-ConvergedSteps = Annotated[int | None, option("N", "Its steps (default: 200).", min=2)]
+ConvergedSteps = Annotated[int | None, option("N", "Their steps (default: 200).", min=2)]
 DType = Annotated[str | None, option("NAME", "float32, float16 or bfloat16 (default: float32).")]
 FirstSeed = Annotated[int | None, option("N", "Seed of the first image (default: 0).", min=0)]
-Folder = Annotated[Path, option("FOLDER", "Output folder; a study that was stopped goes on.")]
+Folder = Annotated[Path, option("FOLDER", "Output folder; an interrupted study in it continues.")]
 GuidanceText = Annotated[str | None, option("TEXT", "4, 4 + apg, … (default: the model's own).")]
 Inception = Annotated[Path | None, option("FILE", "Inception's weights, for KID and FID (default: the cached ones).")]
 Part = Annotated[str | None, option("NAME", "unet, or dit: the transformer beside it (default: unet).")]
-PathSteps = Annotated[int | None, option("N", "Steps of a stochastic sampler's own yardstick (default: 500).", min=2)]
-Processes = Annotated[int | None, option("N", "Work in this many processes here.", min=1)]
-Ray = Annotated[int | None, option("N", "The same as tasks of a Ray cluster.", min=1)]
+PathSteps = Annotated[
+    int | None, option("N", "Steps of a stochastic sampler's own converged images (default: 500).", min=2)
+]
+Processes = Annotated[int | None, option("N", "Run in this many processes on this machine.", min=1)]
+Ray = Annotated[int | None, option("N", "Run as this many tasks on a Ray cluster.", min=1)]
 Sampler = Annotated[str | None, option("NAME", "The sampler (default: dpmpp_2m).")]
-Shard = Annotated[str | None, option("I/N", "Make only this share of the work: 0/4 is the first of four.")]
+Shard = Annotated[str | None, option("I/N", "Do only this share of the work: 0/4 is the first of four.")]
 Steps = Annotated[int | None, option("N", "Its steps (default: 20).", min=1)]
 
 app = group("Compare set-ups, with evidence.")
@@ -128,9 +130,9 @@ def study_schedules(
     shard: Shard = None,
     as_json: Annotated[bool, flag("--json", "Print the table as JSON.")] = False,
 ) -> None:
-    """Train one network under several noise schedules, score it on the way, and draw the report.
+    """Train one network under several noise schedules, score it along the way, and write a report.
 
-    A study that was stopped goes on where it was. Processes that share it (--shard) write into one folder.
+    An interrupted study continues where it stopped. Processes that share it (--shard) write to one folder.
 
     Example: [bold]pellucid study schedules configs/cifar10_schedules_smoke.toml[/]
     """
@@ -211,16 +213,17 @@ def study_guidance(
         str | None,
         option("FILE", "One prompt per line; or scenes:N, captions whose truth is known (default: scenes:64)."),
     ] = None,
-    seeds: Annotated[int | None, option("N", "Images of each prompt (default: 4).", min=1)] = None,
+    seeds: Annotated[int | None, option("N", "Images per prompt (default:  4).", min=1)] = None,
     out: Folder = Path("out/guidance"),
     clip: Annotated[
         str | None, option("FOLDER", "A CLIP that scores prompts of a file (default: the bundle's own).")
     ] = None,
     reference: Annotated[
-        str | None, option("FOLDER", "True images (default: those of the scenes, or else unguided ones).")
+        str | None, option("FOLDER", "Reference images (default: those of the scenes, otherwise unguided ones).")
     ] = None,
     tolerance: Annotated[
-        float | None, option("X", "How far looks may be from the reference's, as a share (default: 0.1).")
+        float | None,
+        option("X", "How far saturation and sharpness may differ from the reference's, as a fraction (default: 0.1)."),
     ] = None,
     sampler: Sampler = None,
     steps: Steps = None,
@@ -234,7 +237,7 @@ def study_guidance(
     ray: Ray = None,
     as_json: AsJson = False,
 ) -> None:
-    """Guide one model with every scale under every rule, and find the scales that are useful.
+    """Guide one model with every scale under every rule, and find the useful ones.
 
     Adherence, colour bleeding, saturation, sharpness and diversity, with intervals; report.html and charts.
 
@@ -275,9 +278,9 @@ def study_oracle(
     schedules: Annotated[str | None, option("NAME,NAME", "Noise schedules (default: linear,cosine,edm,flow).")] = None,
     nfe: Annotated[
         str | None,
-        option("N,N", "Budgets of model calls: each takes the steps that fit (default: 5,8,10,14,20,30,50)."),
+        option("N,N", "Budgets of model calls; each run takes as many steps as fit (default:  5,8,10,14,20,30,50)."),
     ] = None,
-    points: Annotated[int | None, option("N", "Points of a run (default: 1024).")] = None,
+    points: Annotated[int | None, option("N", "Points per run (default: 1024).")] = None,
     seed: Annotated[int | None, option("N", "Seed of the points (default: 0).", min=0)] = None,
     out: Folder = Path("out/oracle"),
     shard: Shard = None,
@@ -332,7 +335,7 @@ def study_samplers(
     prompts: Annotated[
         str | None, option("FILE", "One prompt (or class) per line; scenes:N for N held-out scenes.")
     ] = None,
-    seeds: Annotated[int | None, option("N", "Images of each prompt (default: 1).", min=1)] = None,
+    seeds: Annotated[int | None, option("N", "Images per prompt (default:  1).", min=1)] = None,
     seed: FirstSeed = None,
     out: Folder = Path("out/samplers"),
     guidance: GuidanceText = None,
@@ -340,7 +343,7 @@ def study_samplers(
     batch: Batch = None,
     by: By = None,
     converged: Annotated[
-        str | None, option("NAME", "Sampler of the yardstick (default: dpmpp_3m:exponential).")
+        str | None, option("NAME", "Sampler of the converged images (default: dpmpp_3m:exponential).")
     ] = None,
     converged_steps: ConvergedSteps = None,
     path_steps: PathSteps = None,
@@ -413,7 +416,7 @@ def study_interaction(
     models: Annotated[
         str | None, option("MODEL,…", "Folders, files, hub ids or bundles, each trained its own way.")
     ] = None,
-    names: Annotated[str | None, option("NAME,…", "Names of the models (default: those of their folders).")] = None,
+    names: Annotated[str | None, option("NAME,…", "Names for the models (default: their folders' names).")] = None,
     samplers: Annotated[str | None, option("NAME,…", "Each NAME[:GRID][:KEY=VALUE…].")] = None,
     steps: Annotated[
         str | None, option("N,…", "Step counts, and the budgets of model calls at which samplers are compared.")
@@ -421,15 +424,17 @@ def study_interaction(
     prompts: Annotated[
         str | None, option("FILE", "One prompt per line, or scenes:N, for models that take text.")
     ] = None,
-    seeds: Annotated[int | None, option("N", "Images of each prompt (default: 32).", min=1)] = None,
+    seeds: Annotated[int | None, option("N", "Images per prompt (default:  32).", min=1)] = None,
     seed: FirstSeed = None,
     guidance: GuidanceText = None,
     batch: Batch = None,
     by: By = None,
-    converged: Annotated[str | None, option("NAME", "Sampler of the yardstick (default: dpmpp_3m:karras).")] = None,
+    converged: Annotated[
+        str | None, option("NAME", "Sampler of the converged images (default: dpmpp_3m:karras).")
+    ] = None,
     converged_steps: ConvergedSteps = None,
     path_steps: PathSteps = None,
-    reference: Annotated[str | None, option("FOLDER", "True images for KID, such as data/cifar10:train.")] = None,
+    reference: Annotated[str | None, option("FOLDER", "Real images for KID, such as data/cifar10:train.")] = None,
     inception: Inception = None,
     clip: Clip = None,
     dtype: DType = None,
@@ -441,8 +446,8 @@ def study_interaction(
 ) -> None:
     """Ask models of different schedules and architectures for the same images by the same samplers.
 
-    Tells the best of each model with its interval, where the best changes, whether that is sure, and what it costs
-    to keep the other's sampler. A study that was stopped goes on.
+    Reports each model's best sampler with its interval, where the best one changes, how certain that is, and what it
+    costs to keep another model's sampler. An interrupted study continues.
 
     Example: [bold]pellucid study interaction --models runs/linear-0/model,runs/cosine-0/model
     --samplers ddim,dpmpp_2m:karras,unipc --steps 5,10,20[/]

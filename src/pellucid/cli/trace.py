@@ -14,12 +14,12 @@ from pellucid.cli.sample import read_options
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.request import Request, flags_of
 
-app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, run again, lay out in time.")
+app = group("Show, compare and replay recorded runs (pellucid sample … --trace FILE).")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace.", show_default=False)]
-AsJson = Annotated[bool, flag("--json", "Print it as JSON.", metavar=None)]
-Partial = Annotated[bool, flag("--partial", "Read what is whole of a trace that was cut or killed.", metavar=None)]
-Model = Annotated[str | None, option("MODEL", "The model (default: that of the recipe, where it is here).")]
+AsJson = Annotated[bool, flag("--json", "Print the result as JSON.")]
+Partial = Annotated[bool, flag("--partial", "Read the complete part of a trace that was cut off.")]
+Model = Annotated[str | None, option("MODEL", "The model (default: the recipe's, if it is on this machine).")]
 Device = Annotated[str | None, option("NAME", "cpu, cuda, …")]
 # What a recipe does not hold: images and adapters
 _INPUTS = {n: flags_of(Request)[n] for n in ("image", "mask", "loras", "controls", "image_prompts", "weak")}
@@ -32,7 +32,7 @@ def show(
     plot: Annotated[Path | None, option("PNG", "Draw x, x0 and guidance by step, over the curves.")] = None,
     model: Model = None,
     overwrite: Overwrite = False,
-    linear: Annotated[bool, flag("--linear", "Do not decode latents; map them to colours.", metavar=None)] = False,
+    linear: Annotated[bool, flag("--linear", "Do not decode latents; map them to colours.")] = False,
     partial: Partial = False,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +74,7 @@ def show(
 def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A trace.", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
-    tolerance: Annotated[float, option("T", "Tensors as near as this part of their norm are the same.")] = 0.0,
+    tolerance: Annotated[float, option("T", "Differences up to this fraction of a tensor's norm count as none.")] = 0.0,
     partial: Partial = False,
     as_json: AsJson = False,
 ) -> None:
@@ -111,10 +111,10 @@ def replay(
     as_json: AsJson = False,
     **inputs: Any,
 ) -> None:
-    """Run it again and compare every step, bit by bit. Exit 1 where it is not the same, with the step and the cause.
+    """Run it again and compare every step bit by bit. Exit 1 if it differs, with the step and the cause.
 
-    A trace without a recipe, of a bare denoiser, is run from the predictions that it holds. Images and adapters of
-    the first run have to be given again.
+    A trace of a bare denoiser has no recipe and is replayed from its recorded predictions. The images and adapters
+    of the first run must be passed again.
 
     Example: [bold]pellucid trace replay run.safetensors[/]
     """
@@ -127,7 +127,7 @@ def replay(
     trace = traces.read(file)
     if not trace.whole:
         ended = f"{len(trace.steps)} of {trace.header.steps} steps ({trace.header.ended})"
-        raise PellucidError(rule("trace", "of a run that came to its end", ended), "trace-broken")
+        raise PellucidError(rule("trace", "of a run that finished", ended), "trace-broken")
     machine, threads = trace.header.machine.get("device"), trace.header.machine.get("threads")
     if machine == "cpu" and isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by threads: other parts round otherwise

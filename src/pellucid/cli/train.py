@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file that says all of the run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file that describes the whole run.")],
     out: Out = None,
     device: Device = None,
     until: Annotated[int | None, option("STEP", "Stop after this step; the next call continues.", min=1)] = None,
@@ -32,7 +32,7 @@ def command(
     ranks: Annotated[int | None, option("N", "With --explain: the number of ranks.", min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train as a config file says. An interrupted run continues from its last checkpoint.
+    """Train from a config file. An interrupted run continues from its last checkpoint.
 
     Example: [bold]pellucid train configs/cifar10.toml --out out/cifar10[/]
 

@@ -58,10 +58,10 @@ def command(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tune the levels, the weights and the times of a plan, so that few steps end where many do.
+    """Tune the levels, the weights and the times of a plan, so that a few steps end where many would.
 
-    The marginal law holds by construction. Held-out seeds and prompts stop the tuning and are its evidence, which is
-    in the plan; a plan that is not better than its start is not written in its place.
+    The marginal law holds by construction. Held-out seeds and prompts decide when to stop, and their measurements are
+    stored in the plan. If the tuned plan is not better than its start, the start is kept.
 
     Example: [bold]pellucid tune --model scenes-128 --prompts scenes --steps 8 --out plan.json[/]
     """

@@ -72,11 +72,15 @@ class Policy:
     attention: str = flag("--attention", "NAME", "Attention: auto, flash, efficient, cudnn or math.", SPEED, "auto")
     vae_slicing: bool = flag("--vae-slicing", "", "Decode images one at a time.", SPEED, False, bool)
     vae_tile: int | None = flag("--vae-tile", "N", "Decode in tiles of N × N latents.", SPEED, kind=int)
-    channels_last: bool = flag("--channels-last", "", "Convolutions with the channels innermost.", SPEED, False, bool)
-    offload: Offload = flag("--offload", "HOW", "Networks wait on the CPU: none, component or block.", SPEED, "none")
+    channels_last: bool = flag(
+        "--channels-last", "", "Store activations with the channels innermost.", SPEED, False, bool
+    )
+    offload: Offload = flag(
+        "--offload", "HOW", "Keep idle networks on the CPU: none, component or block.", SPEED, "none"
+    )
     compile: bool = flag("--compile", "", "Compile the denoising network with torch.compile.", SPEED, False, bool)
     without: tuple[str, ...] = flag(
-        "--without", "PARTS", "Leave out on CUDA: channels_last, fused, graphs (with commas).", SPEED, ()
+        "--without", "PARTS", "Parts of the fast path on CUDA to leave out: channels_last,fused,graphs.", SPEED, ()
     )
 
     def __post_init__(self) -> None:

@@ -160,22 +160,22 @@ class Request:
     prompt_2: str | Sequence[str] | None = None  # for SDXL's second text encoder, which reads the prompt otherwise
     negative_prompt_2: str | Sequence[str] | None = None
     label: int | str | Sequence[int | str] | None = flag(
-        "--label", "CLASS", "A class by number or name; may be repeated, one image each.", WHAT, kind=list[str]
+        "--label", "CLASS", "A class by number or name; may be repeated, one image per class.", WHAT, kind=list[str]
     )
-    n: int = flag("-n", "N", "Images of each prompt, with consecutive seeds.", WHAT, 1, int)
+    n: int = flag("-n", "N", "Images per prompt, with consecutive seeds.", WHAT, 1, int)
     seed: int | Sequence[int] | None = flag("--seed", "SEED", "7, or 1,2,3, or 1..4: one per image.", WHAT)
     width: int | None = flag("--size", "WxH", "Pixels, as 768x512 or 512.", WHAT)
     height: int | None = None
     # how
     sampler: str | None = flag(
-        "--sampler", "NAME", "By any of its names (default: the model's own).", _HOW, names_of="samplers"
+        "--sampler", "NAME", "The sampler, by any of its names (default: the model's own).", _HOW, names_of="samplers"
     )
     grid: str | Grid | Mapping[str, Any] | None = flag(
         "--grid", "NAME", "Where the model is called: karras, trailing, …", _HOW, names_of="grids"
     )
     steps: int | None = flag("--steps", "N", "Steps (default: 30).", _HOW, kind=int)
     dialect: str | None = flag(
-        "--dialect --as", "DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", _HOW
+        "--dialect --as", "DIALECT", "exact, or the conventions of diffusers, k-diffusion or comfyui.", _HOW
     )
     options: Mapping[str, Any] = flag(
         "--option", "KEY=VALUE", "An option of the sampler; may be repeated.", _HOW, dict, list[str]
@@ -190,22 +190,26 @@ class Request:
         _HOW,
     )
     weak: Any = flag("--weak", "MODEL", "The worse model that autoguidance leads away from.", _HOW)
-    noise: NoiseSource | str | None = flag("--noise", "SOURCE", "philox (addressed) or torch (the peers').", _HOW)
+    noise: NoiseSource | str | None = flag(
+        "--noise", "SOURCE", "philox (the same in any batch) or torch (as diffusers draws it).", _HOW
+    )
     # from an image
     image: Any = flag("--image", "FILE", "The image to start from.", _IMAGE, kind=Path)
-    mask: Any = flag("--mask", "FILE", "White areas are regenerated; as large as the image.", _IMAGE, kind=Path)
+    mask: Any = flag("--mask", "FILE", "White areas are regenerated; the same size as the image.", _IMAGE, kind=Path)
     strength: float | None = flag(
         "--strength", "S", "How much of the image changes: above 0, at most 1.", _IMAGE, kind=float
     )
     denoising_start: float | None = flag(
-        "--denoising-start", "S", "Continue an unfinished run at this part of it.", _IMAGE, kind=float
+        "--denoising-start", "S", "Continue an unfinished run from this fraction of it.", _IMAGE, kind=float
     )
-    denoising_end: float | None = flag("--denoising-end", "S", "Stop at this part of the run.", _IMAGE, kind=float)
+    denoising_end: float | None = flag(
+        "--denoising-end", "S", "Stop after this fraction of the run.", _IMAGE, kind=float
+    )
     latents: Tensor | None = None
     # text
     prompt_embeds: Embedding | Tensor | None = None
     negative_prompt_embeds: Embedding | Tensor | None = None
-    clip_skip: int = flag("--clip-skip", "N", "Last layers of the text encoder left out.", _TEXT, 0, int)
+    clip_skip: int = flag("--clip-skip", "N", "Skip this many last layers of the text encoder.", _TEXT, 0, int)
     weighting: bool = flag("--weighting", "", "Read (word:1.3) and [word] as weights.", _TEXT, False, bool)
     # width, height; diffusers' is height, width
     original_size: tuple[int, int] | None = flag("--original-size", "WxH", "SDXL: the original size.", _TEXT)
@@ -217,7 +221,7 @@ class Request:
     )
     # adapters
     loras: Sequence[Lora | AdapterSet | str | os.PathLike[str]] = flag(
-        "--lora", "FILE[:SCALE]", "A LoRA; may be repeated, they add up.", ADAPTERS, (), list[str]
+        "--lora", "FILE[:SCALE]", "A LoRA; may be repeated, and several add up.", ADAPTERS, (), list[str]
     )
     controls: Sequence[Control] = flag(
         "--control",
@@ -228,7 +232,12 @@ class Request:
         list[str],
     )
     image_prompts: Sequence[ImagePrompt] = flag(
-        "--image-prompt", "ADAPTER,FILE[,SCALE]", "An IP-Adapter and its image; repeatable.", ADAPTERS, (), list[str]
+        "--image-prompt",
+        "ADAPTER,FILE[,SCALE]",
+        "An IP-Adapter and its image; may be repeated.",
+        ADAPTERS,
+        (),
+        list[str],
     )
     # observers and what may stop or change the run
     observers: Sequence[Observer] = ()
