@@ -78,7 +78,7 @@ def model() -> Pipeline:
 
 
 def ask(prompt: str | Sequence[str], seed: int | Sequence[int], **changed: Any) -> Result:
-    """Pictures as the handbook makes them, but for what is `changed`. Guidance is taken as it is said."""
+    """Images with the settings of the handbook, except what is `changed`. Guidance is taken literally."""
     return model()(prompt, seed=seed, **{**USUAL, **changed})
 
 
@@ -89,7 +89,7 @@ def pixels(made: Result) -> Tensor:
 
 @torch.no_grad()
 def latents_of(images: Tensor) -> Tensor:
-    """Pictures in [−1, 1] → latents as diffusion has them (the posterior's mean)."""
+    """Images in [−1, 1] → latents as diffusion has them (the posterior's mean)."""
     vae: Any = model().components.vae
     return to_diffusion(vae.config, vae.encode(images).mean)
 
@@ -137,7 +137,7 @@ class Cell:
 
 
 def sheet(rows: Sequence[Sequence[Cell]], names: Sequence[str], path: Path, inch: float = 1.25) -> None:
-    """Pictures in rows, each row with its name to the left."""
+    """Images in rows, each row with its name to the left."""
     across = max(map(len, rows))
     left, gap, over, under = 1.15 if any(names) else 0.1, 0.08, 0.34, 0.34
     high = [
@@ -435,7 +435,7 @@ def vae_figure(path: Path) -> None:
         lost = (back[i] - truth).abs()
         rows.append(
             [
-                Cell(truth, "picture", "128 × 128 × 3"),
+                Cell(truth, "image", "128 × 128 × 3"),
                 *channels,
                 Cell(back[i], "decoded", f"{psnr(back[i], truth):.1f} dB"),
                 Cell(lost * 10, "lost, × 10", f"at most {float(lost.max()):.2f}"),
@@ -518,7 +518,7 @@ def attention(path: Path) -> None:
         hook.remove()
     mean = torch.stack([m for m in maps if m.shape[0] == 256]).mean(0)  # (256, tokens)
     places = token_places(PROMPT, words)
-    cells = [Cell(made.images[0], "picture")]
+    cells = [Cell(made.images[0], "image")]
     for word in words:
         shown = mean[:, places[word]].reshape(16, 16)
         shown = (shown - shown.min()) / (shown.max() - shown.min())

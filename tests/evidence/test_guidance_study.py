@@ -132,7 +132,7 @@ def test_a_study_of_which_nothing_was_made_leaves_nothing(tmp_path: Path) -> Non
     with pytest.raises(Killed):
         study.run()
     assert not (tmp_path / "out").exists()
-    with pytest.raises(PellucidError, match="a cell of the study must be whole for a report"):
+    with pytest.raises(PellucidError, match="a cell of the study must be finished for a report"):
         guidance_report.write(study)
 
 

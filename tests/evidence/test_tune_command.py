@@ -210,7 +210,7 @@ def test_the_networks_weights_are_left_alone(models: Path) -> None:
         ("pixels", ("--start", "nothing:karras"), "sampler must be a known name; got 'nothing'."),
         ("pixels", ("--start", "unipc:nowhere"), "grid must be a known name; got 'nowhere'."),
         ("pixels", ("--start", "euler_a:karras"), "--start must be a deterministic sampler; got 'euler_a'."),
-        ("pixels", ("--start", "heun:karras"), "--start must be a sampler of one call a step; got 'heun'."),
+        ("pixels", ("--start", "heun:karras"), "--start must be a sampler with one call per step; got 'heun'."),
         ("pixels", ("--out", "nowhere/plan.json"), "--out must be in a folder that exists"),
         ("pixels", ("--out", "plan.txt"), "--out must be a file that ends in .json"),
         ("pixels", ("--out", "/proc/plan.json"), "--out must be in a folder that can be written to"),

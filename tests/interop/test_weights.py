@@ -131,7 +131,7 @@ def test_a_damaged_header_never_gives_another_error(written: dict[str, bytes], p
 def test_a_header_that_claims_more_than_the_file(tmp_path: Path) -> None:
     header = json.dumps({"a": {"dtype": "F32", "shape": [10**9], "data_offsets": [0, 4 * 10**9]}}).encode()
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-    with pytest.raises(PellucidError, match=r"x\.safetensors must be a whole file") as error:
+    with pytest.raises(PellucidError, match=r"x\.safetensors must be a complete file") as error:
         weights.read(tmp_path / "x.safetensors")
     assert code_of(error) == "weights-corrupt"
 

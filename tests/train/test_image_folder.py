@@ -288,7 +288,7 @@ def test_a_disk_that_fails_for_a_moment_is_asked_again(tmp_path: Path, monkeypat
 def test_mostly_damaged_data_stops_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(16):
         (tmp_path / f"{number:03d}.png").write_bytes(b"")
-    with pytest.raises(PellucidError, match=r"16 on end cannot: .*000\.png: it is empty") as error:
+    with pytest.raises(PellucidError, match=r"16 in a row cannot: .*000\.png: it is empty") as error:
         ImageFolder(tmp_path, 24).batch(asked(0), plain(1))
     for number in (4, 9, 14):
         painted(number).save(tmp_path / f"{number:03d}.png")

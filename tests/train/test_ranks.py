@@ -233,7 +233,7 @@ def test_a_rank_that_hears_nothing_says_so_in_one_line(kind: str, tmp_path: Path
     lines = Path(f"{says}.0").read_text().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("ranks-lost: rank 0 of 2 must hear from the others")
-    assert lines[0].endswith("it goes on from its last checkpoint.")
+    assert lines[0].endswith("it continues from its last checkpoint.")
 
 
 class Marked(Images):

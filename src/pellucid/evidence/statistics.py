@@ -176,7 +176,7 @@ def _quantiles(values: Tensor, level: float) -> tuple[float, float]:
 def between(a: Sequence[Estimate], b: Sequence[Estimate]) -> Estimate:
     """`a` less `b`, of two set-ups with the same seeds in the same order."""
     if not a or len(a) != len(b):
-        raise PellucidError(rule("runs", "as many of each, at least one", (len(a), len(b))), "pairs")
+        raise PellucidError(rule("runs", "equally many of each, at least one", (len(a), len(b))), "pairs")
     if len(a) == 1:
         return _of_runs(a[0], b[0])
     apart = [x.value - y.value for x, y in zip(a, b, strict=True)]
@@ -264,7 +264,7 @@ def front(costs: Sequence[float] | Array, losses: Sequence[float] | Array) -> li
     """The cells that no other one beats in both, by cost; of equals the first. What is not finite is on no front."""
     price, loss = np.asarray(costs, float), np.asarray(losses, float)
     if price.shape != loss.shape or price.ndim != 1:
-        raise PellucidError(rule("costs, losses", "one each a cell", (price.shape, loss.shape)), "front")
+        raise PellucidError(rule("costs, losses", "one of each per cell", (price.shape, loss.shape)), "front")
     known = [i for i in range(len(price)) if np.isfinite(price[i]) and np.isfinite(loss[i])]
     kept: list[int] = []
     for i in sorted(known, key=lambda i: (price[i], loss[i], i)):

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import check_file, open_file, parse_object, read_bytes
+from pellucid.models.quantize import FP8
 
 _MAX_INDEX_BYTES = 64 * 2**20
 _MAX_SHARDS, _MAX_NAME = 10_000, 255  # files of one index, and bytes of a file's name
@@ -40,6 +41,9 @@ _N = TypeVar("_N", bound=nn.Module)
 
 def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """A torch dtype from itself or its name."""
+    if dtype == FP8:
+        must = f"one of {', '.join(_DTYPES)} here"
+        raise PellucidError(rule("dtype", must, FP8, "fp8 is for sampling from a whole model: pellucid.load."), "dtype")
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and (found is None or not found.is_floating_point or found.itemsize < 2):
         raise PellucidError(rule("dtype", f"one of {', '.join(_DTYPES)}", str(dtype)), "dtype")
@@ -119,7 +123,7 @@ def shapes_of(path: Path) -> list[tuple[int, ...]]:
 def _broken(path: Path, error: Exception) -> PellucidError:
     words = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
     return PellucidError(
-        f"weights in {path.name} must be a whole file; got one that is truncated or corrupt ({words}). "
+        f"weights in {path.name} must be a complete file; got one that is truncated or corrupt ({words}). "
         "Download it again.",
         "weights-corrupt",
     )

@@ -160,7 +160,7 @@ class SchedulerProxy:
     ) -> None:
         unknown = sorted(name for name, value in others.items() if value is not None)
         if unknown:
-            raise PellucidError(rule("set_timesteps", "told steps, timesteps, sigmas and mu", unknown), "wrap-loop")
+            raise PellucidError(rule("set_timesteps", "given steps, timesteps, sigmas and mu", unknown), "wrap-loop")
         shift = None if mu is None else float(mu)
         times = Times(num_inference_steps, _numbers(timesteps), _numbers(sigmas), shift, original_inference_steps)
         self.timesteps = self.talk.lay(times).to(device)

@@ -308,7 +308,9 @@ def _texts(image: Image.Image) -> dict[str, str]:
             try:
                 image.load()
             except UNREADABLE as error:
-                raise PellucidError(rule("image", "a whole image", "less", first_line(error)), "image-file") from None
+                raise PellucidError(
+                    rule("image", "a complete image", "less", first_line(error)), "image-file"
+                ) from None
             found = {str(k): v for k, v in image.info.items() if isinstance(v, str)}
     else:
         comment = _user_comment(image)

@@ -386,7 +386,7 @@ class StudyTab:
                 yield status(news.words, news.part), *drawn, last, gr.skip()
         except Cancelled:
             made = sum(one.distance is not None for one in kept)
-            yield status(f"cancelled: {made} of {len(kept)} cells are kept; Start goes on from there"), *nothing
+            yield status(f"cancelled: {made} of {len(kept)} cells are kept; Start continues from there"), *nothing
 
     def following(self, session: Session, pipe: Any, wish: StudyForm) -> Iterator[StudyNews | Path]:
         before = session.jobs.get(_TAB)

@@ -247,7 +247,7 @@ class ImageSource(ABC):
             if len(unread) > MAX_SKIPPED:
                 break
         shown = "; ".join(f"{self.name(i)}: {why}" for i, why in list(unread.items())[:3])
-        raise PellucidError(f"data must have images that can be read; {len(unread)} on end cannot: {shown}.", "data")
+        raise PellucidError(f"data must have images that can be read; {len(unread)} in a row cannot: {shown}.", "data")
 
     def decoded(self, index: int, place: CropPlace, unread: Mapping[int, str]) -> DecodedExample:
         held = self.example(index)

@@ -230,7 +230,7 @@ class LatentsConfig:
 def _check_fresh(cache: Cache, folder: Path, source: Source | None, vae: nn.Module | None) -> None:
     """Refuses a cache of other data or of another VAE, or one that was never finished."""
     if not cache.complete:
-        advice = "Run cache_latents again: it goes on where it was."
+        advice = "Run cache_latents again: it continues where it stopped."
         raise PellucidError(f"latent cache must be complete; {folder.name} is not. {advice}", "latents-incomplete")
     now: Mapping[str, Any] = {
         "data": None if source is None else fingerprint_of(source),

@@ -191,7 +191,7 @@ class Ranks:
         try:
             if self.world > 1 and isinstance(error, RuntimeError) and _is_loss(error):
                 line = f"rank {self.rank} of {self.world} must hear from the others; it does not: {_first_line(error)}."
-                advice = "Start the run again: it goes on from its last checkpoint."
+                advice = "Start the run again: it continues from its last checkpoint."
                 raise PellucidError(f"{line} {advice}", "ranks-lost") from None
         finally:
             self.leave()

@@ -120,10 +120,10 @@ def _text_fits(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
         yield Finding(
             "text-width",
             "error",
-            "the text encoders are not as wide as the UNet reads",
+            "the text encoders do not have the width that the UNet expects",
             (("width of the text", wide), ("cross_attention_dim", str(reads))),
             f"The text comes {wide} wide and the UNet's attention takes {reads}: they belong to different models.",
-            "Take the text encoders of the model that the UNet was trained with.",
+            "Use the text encoders of the model that the UNet was trained with.",
         )
     if unet.get("addition_embed_type") == "text_time":
         yield from _pooled_fits(unet, encoders[-1])
@@ -138,11 +138,11 @@ def _pooled_fits(unet: Mapping[str, Any], encoder: Mapping[str, Any]) -> Iterato
     yield Finding(
         "pooled-width",
         "error",
-        "the pooled text and the sizes are not as wide as the UNet reads",
+        "the pooled text and the sizes do not have the width that the UNet expects",
         (("projection_dim", pooled), ("addition_time_embed_dim", waves),
          ("projection_class_embeddings_input_dim", takes)),
         f"{pooled} of the pooled text and 6 × {waves} of the sizes are {pooled + 6 * waves}; the UNet takes {takes}.",
-        "Take the second text encoder of the model that the UNet was trained with.",
+        "Use the second text encoder of the model that the UNet was trained with.",
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def _latents_fit(network: Mapping[str, Any], vae: Mapping[str, Any]) -> Iterator
         "the VAE's latents are not what the network takes",
         (("latent_channels", latent), ("in_channels", channels)),
         f"The VAE makes {latent} channels and the network takes {channels}: they belong to different models.",
-        "Take the VAE of the model that the network was trained with.",
+        "Use the VAE of the model that the network was trained with.",
     )
 
 
@@ -218,7 +218,7 @@ def _vocabulary_fits(part: str, tokens: Tokenizer, text: Mapping[str, Any]) -> I
             f"{part} knows tokens that the encoder has no vector for",
             (("tokens", tokens.size), ("vocab_size", table)),
             f"Ids go up to {tokens.size - 1}, and the encoder's table ends at {table - 1}: such a token fails the run.",
-            "Take the tokenizer of this encoder, or resize the encoder's table.",
+            "Use the tokenizer of this encoder, or resize the encoder's table.",
         )
 
 

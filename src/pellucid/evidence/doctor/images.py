@@ -78,8 +78,8 @@ def sharpness(subject: Subject, images: ImageSet) -> Iterator[Finding]:
             "the images are soft: their edges are wide",
             _facts("sharpness (median)", own, data, count),
             "The fine detail is missing: too few steps at low noise, a grid that ends too early, or a VAE that blurs.",
-            "Take more steps, or a grid whose last calls are near the data: `pellucid plan` says what is kept of small "
-            "things. Then `pellucid doctor MODEL --data FOLDER`.",
+            "Use more steps, or a grid whose last calls are near the data: `pellucid plan` shows how much small "
+            "detail is kept. Then `pellucid doctor MODEL --data FOLDER`.",
         )
 
 
@@ -187,7 +187,7 @@ def as_asked(subject: Subject, images: ImageSet) -> Iterator[Finding]:
     yield Finding(
         "not-as-asked",
         "warning",
-        f"{share.value:.0%} of the images show all that their prompt says",
+        f"{share.value:.0%} of the images show everything that their prompt asks for",
         (
             *_share_evidence(share),
             ("most often wrong", f"{most}, in {often}"),

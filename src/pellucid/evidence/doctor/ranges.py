@@ -329,14 +329,14 @@ def _range_findings(watch: ModuleWatch) -> Iterable[Finding]:
             "warning",
             f"{worst} comes near the end of float16",
             (("module", worst), ("largest number", tight[worst]), ("end of float16", HALF)),
-            f"Its numbers reach {tight[worst] / HALF:.0%} of what float16 holds; another prompt may pass it.",
+            f"Its numbers reach {tight[worst] / HALF:.0%} of what float16 holds; another prompt may exceed it.",
             _wider_dtype(worst),
         )
     elif most > HALF and dtype != torch.float16:
         yield Finding(
             "too-large-for-float16",
             "note",
-            f"{path} makes numbers that float16 cannot hold",
+            f"{path} produces numbers that float16 cannot represent",
             (("module", path), ("dtype", dtype_name(dtype)), ("largest number", most), ("end of float16", HALF)),
             f"It works in {dtype_name(dtype)} now; in float16 it would overflow.",
             "Keep it in bfloat16 or float32.",

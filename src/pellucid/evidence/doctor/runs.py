@@ -113,7 +113,7 @@ def repeated(subject: Subject, plan: Plan) -> Iterator[Finding]:
             "warning",
             f"{len(inner)} steps do nothing",
             (("steps", plan.nfe), ("that do nothing", len(inner)), ("rows", some([str(row) for row in inner], 6))),
-            "The grid repeats a level, so the model is called and x stays what it was.",
+            "The grid repeats a level, so the model is called and x stays the same.",
             "Use fewer steps, or another grid.",
         )
 
@@ -149,10 +149,10 @@ def last_call(subject: Subject, plan: Plan, reading: SchedulerSettings) -> Itera
         yield Finding(
             "far-last-call",
             "warning" if far > _VERY_FAR else "note",
-            "the finest detail is made in one leap",
+            "the finest detail is made in a single step",
             (("calls", plan.nfe), ("sigma / alpha of the last call", far), ("of the first training time", near)),
             f"The last call sees noise of {far * 127.5:.0f} in 255 and goes to the image in one step, which yields "
-            "the mean of all it could be: smoother than images are. The network was trained to go nearer.",
+            "the mean of all it could be: smoother than images are. The network was trained at lower noise levels.",
             f"--sampler {reading.sampler} --grid beta or linspace, which end at its first time{leading}",
         )
 
@@ -175,11 +175,11 @@ def size(subject: Subject, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             "plan-exaggerates",
             "warning" if largest > 2 * _EXAGGERATED and not plan.declared else "note",
-            f"the plan makes things {largest:.3g} times as large as they are",
+            f"the plan amplifies what it draws {largest:.3g} times",
             (("calls", plan.nfe), ("of Gaussian data", scale), ("times as large", largest)),
             f"{reason}: with a perfect network, data of standard deviation {scale:g} come out as "
-            f"{largest * scale:.3g}. Images are glaring, or not images at all.",
-            "More steps, or another --grid or --sampler: `pellucid plan` says what each keeps",
+            f"{largest * scale:.3g}. Images come out with far too much contrast, or as noise.",
+            "More steps, or another --grid or --sampler: `pellucid plan` shows what each keeps",
         )
 
 
@@ -333,7 +333,7 @@ def repeated_times(subject: Subject, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             "same-time-told",
             "note",
-            f"{count} of {plan.nfe} calls pass the network a time that it was passed before",
+            f"{count} of {plan.nfe} calls pass the network a time that an earlier call has passed",
             (("calls", plan.nfe), ("repeated", count)),
             "diffusers rounds times to whole numbers, and the grid is denser than they are.",
             "Use fewer steps, or --sampler NAME, which passes fractional times.",
@@ -376,7 +376,7 @@ def law(subject: Subject, plan_file: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             "plan-broken",
             "error",
-            "the plan does not hold together",
+            "the plan is inconsistent",
             (("rows", len(plan_file.get("rows") or ())),),
             subject.absent.get("plan", ""),
             "Compile it again: pellucid plan SAMPLER --save plan.json",

@@ -79,7 +79,7 @@ def _unknown_key(name: str, key: str, value: Any) -> Finding:
     return Finding(
         "unknown-key",
         "warning",
-        f"{key} is a key that no scheduler of diffusers knows",
+        f"{key} is not a key of any diffusers scheduler",
         ((key, _short_repr(value)),),
         f"{name} ignores {key}, so what it asks for does not happen; perhaps it is misspelt.",
         f"Remove {key}, or correct its spelling. {nearest(key, CLASSES[name][1])}",
@@ -93,7 +93,7 @@ def _unheard(name: str, key: str, value: Any) -> Finding:
         "warning",
         f"{key}={_short_repr(value)} has no effect in {name}",
         ((key, _short_repr(value)), ("_class_name", name)),
-        f"{name} does not read {key}, so the run goes on without what it asks for.",
+        f"{name} does not read {key}, so the setting has no effect.",
         f'Use a class that reads it, such as "_class_name": "{able[0]}", or remove {key}.',
     )
 
@@ -180,7 +180,7 @@ def zero_snr(subject: Subject, reading: SchedulerSettings) -> Iterator[Finding]:
         yield Finding(
             "eps-zero-snr",
             "error",
-            "the schedule ends at zero SNR, but the network is said to predict eps",
+            "the schedule ends at zero SNR, but the config says that the network predicts eps",
             (("alpha at the last time", alpha), ("beta at the last time", float(reading.schedule.betas[-1]))),
             f"{why}, so the noisiest level is pure noise: alpha is 0 there, and x0 = (x − sigma·eps) / alpha is not "
             "determined by eps. Such networks are trained for v (or x0).",
@@ -240,7 +240,7 @@ def _eps_in_flow(config: Mapping[str, Any]) -> Finding:
     return Finding(
         "eps-in-flow-sampler",
         "error",
-        f"a flow's sampler is given a network that is said to predict {kind}",
+        f"a flow sampler is used for a network whose config says it predicts {kind}",
         (("_class_name", name), ("prediction_type", kind), ("use_flow_sigmas", str(config.get("use_flow_sigmas")))),
         f"{how} the straight path x = (1 − t)·x0 + t·eps, on which a network of {kind} on a schedule of betas was "
         "never trained: levels and times mean something else to it.",
@@ -256,7 +256,7 @@ def flow_in_eps(name: str, evidence: tuple[tuple[str, str], ...]) -> Finding:
     return Finding(
         "flow-in-eps-sampler",
         "error",
-        "a flow network's config is given to a sampler of betas",
+        "a flow network's config names a sampler for schedules of betas",
         (("_class_name", name), *evidence),
         f"{name} follows a schedule of betas with alpha² + sigma² = 1, where a flow network expects "
         "x = (1 − t)·x0 + t·eps and t from 0 to 1: levels, times and the meaning of its output all differ.",

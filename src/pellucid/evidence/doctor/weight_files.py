@@ -79,7 +79,7 @@ def configs(subject: Subject, components: Mapping[str, Component]) -> Iterator[F
             yield Finding(
                 "model-config-key" if unknown else "model-config-value",
                 "error",
-                f"the config of {part} {'has a key that nobody reads' if unknown else 'describes no network'}",
+                f"the config of {part} {'has an unknown key' if unknown else 'describes no network'}",
                 (("part", part), ("class", one.kind), ("error", error.code)),
                 str(error),
                 f"Correct or remove it in {part}/config.json.",
@@ -132,7 +132,7 @@ def _missing_weights(part: str, missing: list[str], count: int, component: Compo
         (("missing", len(missing)), ("of", count), ("such as", some(missing))),
         f"The config of {part} ({component.kind}) asks for them and the file does not hold them: diffusers would "
         "initialise them at random.",
-        "Take the config that was saved with these weights, or the whole file.",
+        "Use the config that was saved with these weights, or the whole file.",
     )
 
 
@@ -144,7 +144,7 @@ def _extra_tensors(part: str, extra: list[str], tensors: Mapping[str, Tensor]) -
         f"{len(extra)} tensors in the file of {part} belong to no weight",
         (("extra", len(extra)), ("numbers in them", size), ("such as", some(extra))),
         f"The config of {part} has no place for them, so they would have no effect, and Pellucid refuses them.",
-        "Take the config that was saved with these weights, or remove the tensors.",
+        "Use the config that was saved with these weights, or remove the tensors.",
     )
 
 
@@ -159,7 +159,7 @@ def _wrong_shapes(
         (("weight", key), ("in the file", str(tuple(tensors[key].shape))),
          ("by the config", str(tuple(expected[key].shape)))),
         f"Config and weights of {part} are of different models, or a key of the config was changed.",
-        "Take the config that was saved with these weights.",
+        "Use the config that was saved with these weights.",
     )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def _pickles(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "weights-pickle",
             "note",
-            "weights are kept as pickles",
+            "weights are stored as pickles",
             (("files", some([path.name for path in found])),),
             "A pickle may hold code; Pellucid opens it with torch's restricted reader, other programs may run it.",
             "Save the model as safetensors.",
@@ -257,7 +257,7 @@ def numbers(subject: Subject) -> Iterator[Finding]:
                  ("dtype", dtype_name(tensor.dtype))),
                 "Whatever passes through them is NaN: the training diverged, or a conversion to half precision "
                 "overflowed.",
-                "Take an earlier checkpoint, or convert again from float32.",
+                "Use an earlier checkpoint, or convert again from float32.",
             )  # fmt: skip
         outputs = _OUTPUTS if part in NETWORK_PARTS else (f"{single_file.UNET}out.2.weight",)
         output = next((name for name in outputs if name in held), None)
@@ -267,8 +267,8 @@ def numbers(subject: Subject) -> Iterator[Finding]:
                 "warning",
                 f"the last layer of {part} is all zeros",
                 (("weight", output), ("largest", 0.0)),
-                "Networks begin so before training: its output is always zero.",
-                "Take the trained weights; this looks like a checkpoint of the very first step.",
+                "Networks start like this before training: its output is always zero.",
+                "Use the trained weights; this looks like a checkpoint of the very first step.",
             )
 
 

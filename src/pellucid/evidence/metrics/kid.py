@@ -69,7 +69,7 @@ def kid_paired(x: Tensor, y: Tensor, rows: Tensor, block: int = _BLOCK) -> Tenso
     """
     _check(x, y)
     if len(x) != len(y):
-        raise PellucidError(rule("pairs", "as many of each side", (len(x), len(y))), "features")
+        raise PellucidError(rule("pairs", "equally many on each side", (len(x), len(y))), "features")
     w = rows.to(x.device, torch.float64).T  # (N, R)
     across = sum((w[span] * (part @ w)).sum(0) for span, part in _kernel_blocks(x, y, block))
     own = _kernel((x.double() * y.to(x.device, torch.float64)).sum(1) / x.shape[1])  # (N,)

@@ -391,7 +391,7 @@ class GuidanceReport:
     def of(study: GuidanceStudy) -> GuidanceReport:
         found = results_of(study)
         if found is None:
-            raise PellucidError("a cell of the study must be whole for a report; got none yet.", "study-empty")
+            raise PellucidError("a cell of the study must be finished for a report; got none yet.", "study-empty")
         ranges = rule_ranges(found)
         return GuidanceReport(found, ranges, recommendation_of(found, ranges))
 

@@ -66,7 +66,7 @@ class InteractionStudyConfig:
         if not self.models:
             raise PellucidError(rule("models", "at least one", "none"), "study-list")
         if self.names and len(self.names) != len(self.models):
-            raise PellucidError(rule("names", f"one a model, {len(self.models)}", len(self.names)), "study-names")
+            raise PellucidError(rule("names", f"one per model, {len(self.models)}", len(self.names)), "study-names")
         if len(set(self.labels)) != len(self.models) or not all(
             re.fullmatch(r"(?!\.)[\w.-]+", one) for one in self.labels
         ):

@@ -117,7 +117,7 @@ def _best_by_model(found: InteractionResults) -> Table:
                 cells.append("−")
                 continue
             ends = best.figure.times(found.measure.scale).words(number_text)
-            also = f"; not told from {', '.join(best.rivals)}" if best.rivals else ""
+            also = f"; not distinguishable from {', '.join(best.rivals)}" if best.rivals else ""
             also += "" if best.resolved else "; not resolved"
             cells.append(f"{best.setup} {ends}, first in {100 * best.first:.0f} %{also}")
         rows.append((one.name, *cells))

@@ -163,7 +163,7 @@ def _laws_table(found: OracleResults, floors: dict[str, float]) -> Table:
             rows.append((f"{mixture}, {schedule}, {nfe}", *cells, _number_words(floors[mixture])))
     note = (
         "Sliced Wasserstein distance between the points at the end and the data's law, in standard deviations. True "
-        "draws, as many, measure the last column: what is not above it cannot be told from perfect."
+        "draws, as many, measure the last column: what is not above it cannot be distinguished from perfect."
     )
     columns = ("mixture, schedule, NFE", "best without noise", "best with noise", "true draws")
     return Table("With noise and without, as laws", columns, tuple(rows), note)

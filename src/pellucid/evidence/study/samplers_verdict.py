@@ -275,7 +275,7 @@ class SamplerFigures:
         self.study, self.judges, self.cells = study, judges, study.table
         self.results = SamplerResults(study, resamples)
         if not self.results.firsts:
-            raise PellucidError(rule("study", "of at least one whole batch", "none"), "study-empty")
+            raise PellucidError(rule("study", "of at least one complete batch", "none"), "study-empty")
         self.clock = LatencyClock(study)
 
     @cached_property

@@ -219,7 +219,7 @@ def _ending(a: Trace, b: Trace, steps: int) -> Divergence | None:
     """Runs of different length that are the same as far as both go, though the shorter plan is at its end."""
     if len(a.steps) == len(b.steps) or not (a.whole and b.whole):
         return None
-    return Divergence(steps, 0, "plan", "end", f"one run ends after {steps} model calls, the other goes on")
+    return Divergence(steps, 0, "plan", "end", f"one run ends after {steps} model calls, the other continues")
 
 
 def _notes(a: Trace, b: Trace, tolerance: float) -> list[str]:
@@ -252,7 +252,7 @@ class _ImagePair:
         for index, steps in enumerate(zip(self.a.steps, self.b.steps, strict=False)):
             runs = [self.image in step.images for step in steps]
             if not all(runs):
-                detail = f"one run of image {self.image} ends after {index} model calls, the other goes on"
+                detail = f"one run of image {self.image} ends after {index} model calls, the other continues"
                 return Divergence(index, self.image, "plan", "end", detail) if any(runs) else None
             found = self.within(index)
             if found is not None:

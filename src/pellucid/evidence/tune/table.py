@@ -175,7 +175,7 @@ class Start:
             raise PellucidError(rule("--start", "a deterministic sampler", self.sampler, advice), "start-stochastic")
         if not tunable(entry):
             advice = "Use unipc-3, dpmpp_2m or deis."
-            raise PellucidError(rule("--start", "a sampler of one call a step", self.sampler, advice), "start")
+            raise PellucidError(rule("--start", "a sampler with one call per step", self.sampler, advice), "start")
 
     def plan(self, schedule: Schedule, target: str, steps: int) -> Plan:
         return compile_plan(self.sampler, schedule=schedule, target=target, grid=self.grid, steps=steps, **self.options)

@@ -115,7 +115,7 @@ def divide(model: TuningModel, config: TuningConfig) -> PairSets:
 def ask_teacher(model: TuningModel, pairs: Pairs, config: TuningConfig, done: Callable[[int], object]) -> Truth:
     truth = teacher.teach(model, pairs, config.teacher, config.descent.at_once, done)
     if not bool(truth.x0.isfinite().all()):
-        raise PellucidError(rule("the teacher's images", "finite", "others", "Is the model whole?"), "teacher")
+        raise PellucidError(rule("the teacher's images", "finite", "others", "Is the model complete?"), "teacher")
     return truth
 
 

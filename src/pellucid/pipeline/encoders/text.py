@@ -256,7 +256,7 @@ def _split_prompts(
         raise PellucidError(rule("prompts", "a list with at least one", prompts), "prompts")
     for prompt in prompts:
         if isinstance(prompt, tuple) and len(prompt) != len(found):
-            raise PellucidError(rule("texts of a prompt", f"{len(found)}, one an encoder", len(prompt)), "prompts")
+            raise PellucidError(rule("texts of a prompt", f"{len(found)}, one per encoder", len(prompt)), "prompts")
     return [
         [chunks_of(part.tokenizer, p[n] if isinstance(p, tuple) else p, weighting=weighting) for p in prompts]
         for n, part in enumerate(found)
