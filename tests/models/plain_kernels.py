@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.models import ops
+from pellucid.models.kernels import Quantized
+from pellucid.models.quantize import quantize_rows
 
 
 class PlainKernels:
@@ -64,23 +66,32 @@ class PlainKernels:
         gate: Tensor | None = None,
         scale: Tensor | None = None,
         shift: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        self.calls["add_layer_norm"] += 1
+        fp8: bool = False,
+    ) -> tuple[Tensor, Tensor | Quantized]:
+        self.calls["add_layer_norm fp8" if fp8 else "add_layer_norm"] += 1
         assert x.is_contiguous()
         assert h is None or h.is_contiguous()
         assert (scale is None) == (shift is None)
         if h is not None:
             x = (x.float() + (h if gate is None else gate[:, None] * h)).to(x.dtype)
-        y = F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
+        y = F.layer_norm(x.float(), x.shape[-1:], _wide(weight), _wide(bias), eps)
         if scale is not None and shift is not None:
             assert scale.stride() == shift.stride()
             y = y * (1 + scale[:, None]) + shift[:, None]
-        return x, y.to(x.dtype)
+        return x, quantize_rows(y.to(x.dtype)) if fp8 else y.to(x.dtype)
 
-    def gated_gelu(self, p: Tensor) -> Tensor:
+    def gated_gelu(self, p: Tensor, *, fp8: bool = False) -> Tensor | Quantized:
         self.calls["gated_gelu"] += 1
         a, gate = p.chunk(2, dim=-1)
-        return a * F.gelu(gate)
+        return quantize_rows(a * F.gelu(gate)) if fp8 else a * F.gelu(gate)
+
+    def quantize(self, x: Tensor, *, gelu: bool = False) -> Quantized:
+        self.calls["quantize"] += 1
+        return quantize_rows(F.gelu(x, approximate="tanh") if gelu else x)
+
+
+def _wide(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.float()
 
 
 @contextmanager

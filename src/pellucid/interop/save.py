@@ -31,6 +31,7 @@ from pellucid.interop.diffusers_config import FILE_NAME as SCHEDULER
 from pellucid.interop.folder import CONFIG
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models.config import Config
+from pellucid.models.quantize import is_quantized
 from pellucid.models.unet import UNet
 from pellucid.models.unet_config import UNetConfig
 
@@ -161,6 +162,9 @@ def config_of(network: nn.Module) -> dict[str, Any]:
 
 
 def write_network(network: nn.Module, folder: Path, dtype: torch.dtype | None, limit: int) -> None:
+    if is_quantized(network):
+        advice = "Load the model without dtype='fp8' to save it."
+        raise PellucidError(rule("weights to save", "as precise as those that were loaded", "fp8", advice), "save")
     folder.mkdir(exist_ok=True)
     write_json(folder / CONFIG, config_of(network))
     stem = "model" if class_of(network).startswith("CLIP") else "diffusion_pytorch_model"

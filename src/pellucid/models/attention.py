@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.models import ops
+from pellucid.models.kernels import Quantized
 
 BACKENDS = {
     "auto": None,
@@ -91,7 +92,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Quantized,
         context: Tensor | None = None,
         mask: Tensor | None = None,
         image: tuple[ImageTokens, ...] = (),
@@ -103,18 +104,18 @@ class Attention(nn.Module):
         `text`, in place of `context`, has the keys and values of every cross-attention of the network.
         """
         if identity:
-            v = join_heads(text[self.index].v) if text else self.to_v(x if context is None else context)
-            return self.to_out[0](v)
+            v = join_heads(text[self.index].v) if text else ops.linear(x if context is None else context, self.to_v)
+            return ops.linear(v, self.to_out[0])
         if context is None and not text:
             v, q, k = (split_heads(part, self.heads) for part in ops.linears(x, *self.projections))
         else:
             k, v = self.text_tokens(context) if context is not None else text[self.index]
-            q = split_heads(self.to_q(x), self.heads)
+            q = split_heads(ops.linear(x, self.to_q), self.heads)
         out = join_heads(attend(q, k, v, mask))  # (B, L, H·D)
         for tokens in image:
             extra = join_heads(attend(q, tokens.k, tokens.v)) * tokens.scale
             out = out + (extra if tokens.mask is None else extra * tokens.mask)
-        return self.to_out[0](out)
+        return ops.linear(out, self.to_out[0])
 
     def text_tokens(self, context: Tensor) -> TextTokens:
         v = split_heads(self.to_v(context), self.heads)
@@ -123,6 +124,13 @@ class Attention(nn.Module):
     @property
     def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         return self.to_v, self.to_q, self.to_k
+
+    @property
+    def readers(self) -> tuple[nn.Linear, ...]:
+        """The layers that read x; none where a hook on the attention wants to see it as it is."""
+        if ops.watched(self):
+            return ()
+        return (self.to_q,) if self.crossed else self.projections
 
 
 def pack(network: nn.Module) -> None:

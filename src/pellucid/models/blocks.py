@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pellucid.models import ops
 from pellucid.models.attention import Attention, ImageTokens, TextTokens
+from pellucid.models.kernels import Quantized
 
 
 class BlockInputs(NamedTuple):
@@ -131,8 +132,8 @@ class GEGLU(nn.Module):
         super().__init__()
         self.proj = nn.Linear(width, inner * 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.gated_gelu(x, self.proj)  # (B, L, inner)
+    def forward(self, x: Tensor | Quantized, reader: nn.Linear | None = None) -> Tensor | Quantized:
+        return ops.gated_gelu(x, self.proj, reader)  # (B, L, inner)
 
 
 class GELU(nn.Module):
@@ -141,8 +142,8 @@ class GELU(nn.Module):
         self.proj = nn.Linear(width, inner, bias=bias)
         self.approximate = approximate
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear_gelu(x, self.proj, self.approximate)
+    def forward(self, x: Tensor | Quantized, reader: nn.Linear | None = None) -> Tensor | Quantized:
+        return ops.linear_gelu(x, self.proj, self.approximate, reader)
 
 
 class FeedForward(nn.Module):
@@ -152,8 +153,19 @@ class FeedForward(nn.Module):
         super().__init__()
         self.net = nn.ModuleList([first, nn.Identity(), last])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net[2](self.net[0](x))
+    def forward(self, x: Tensor | Quantized) -> Tensor:
+        first, last = self.layers
+        return ops.linear(first(x) if ops.watched(first) else first(x, last), last)
+
+    @property
+    def layers(self) -> tuple[GEGLU | GELU, nn.Linear]:
+        return self.net[0], self.net[2]  # type: ignore[return-value]
+
+    @property
+    def readers(self) -> tuple[nn.Linear, ...]:
+        """The layers that read x; none where a hook wants to see it as it is."""
+        first, _ = self.layers
+        return () if ops.watched(self) or ops.watched(first) else (first.proj,)
 
 
 class TransformerBlock(nn.Module):
@@ -179,11 +191,12 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, h: Tensor | None, inputs: BlockInputs, identity: bool) -> tuple[Tensor, Tensor]:
         image = inputs.image[self.index] if inputs.image else ()
         first, text = (inputs.context, inputs.text) if self.cross_only else (None, ())
-        x, h = ops.residual_norm(x, h, self.norm1)  # (B, L, C) each
-        x, h = ops.residual_norm(x, self.attn1(h, first, identity=identity, text=text), self.norm2)
-        h = self.attn2(h, inputs.context, inputs.mask, image, text=inputs.text)
-        x, h = ops.residual_norm(x, h, self.norm3)
-        return x, self.ff(h)
+        x, y = ops.residual_norm(x, h, self.norm1, self.attn1.readers)  # (B, L, C) each
+        x, y = ops.residual_norm(x, self.attn1(y, first, identity=identity, text=text), self.norm2, self.attn2.readers)
+        x, y = ops.residual_norm(
+            x, self.attn2(y, inputs.context, inputs.mask, image, text=inputs.text), self.norm3, self.ff.readers
+        )
+        return x, self.ff(y)
 
 
 class SpatialTransformer(nn.Module):

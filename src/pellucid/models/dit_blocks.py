@@ -113,12 +113,12 @@ class Block(nn.Module):
         text: tuple[TextTokens, ...] = (),
     ) -> tuple[Tensor, Update]:
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation.chunk(6, dim=1)  # (B, D) each
-        x, h = ops.residual_modulate(x, update, shift, scale, self.eps[0])
+        x, h = ops.residual_modulate(x, update, shift, scale, self.eps[0], self.attn1.readers)
         update = Update(self.attn1(h, identity=identity), gate)
         if self.attn2 is not None:
             x = ops.residual(x, *update)
             update = Update(self.attn2(x, context, mask, text=text))
-        x, h = ops.residual_modulate(x, update, mlp_shift, mlp_scale, self.eps[1])
+        x, h = ops.residual_modulate(x, update, mlp_shift, mlp_scale, self.eps[1], self.ff.readers)
         return x, Update(self.ff(h), mlp_gate)
 
 

@@ -218,8 +218,8 @@ def gated_gelu(p: Tensor, *, fp8: bool = False) -> Tensor | Quantized:
     return y if scales is None else Quantized(y, scales)
 
 
-def quantize(x: Tensor) -> Quantized:
-    """Rows of (…, C) in e4m3, each divided by its largest magnitude over 448."""
+def quantize(x: Tensor, *, gelu: bool = False) -> Quantized:
+    """Rows of (…, C) in e4m3, each divided by its largest magnitude over 448; with `gelu` of GELU(x), the tanh form."""
     x = x.contiguous()
     channels = x.shape[-1]
     rows, vector, tiles = x.numel() // channels, math.gcd(channels, _VECTOR), whole_rows(channels)
@@ -227,7 +227,7 @@ def quantize(x: Tensor) -> Quantized:
     scales = torch.empty(rows, 1, device=x.device, dtype=torch.float32)
     _launch(
         _code().quantize, _grid(tiles, rows, channels), x, values, scales, rows, channels // vector,
-        **_constants(tiles, vector),
+        GELU=gelu, **_constants(tiles, vector),
     )  # fmt: skip
     return Quantized(values, scales)
 

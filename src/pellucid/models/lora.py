@@ -24,6 +24,7 @@ from pellucid.models import ops
 from pellucid.models.attention import Attention
 from pellucid.models.blocks import within
 from pellucid.models.lora_delta import Delta
+from pellucid.models.quantize import Fp8Linear, dithered
 
 Scale = float | Mapping[str, float]  # of all layers, or by prefix of their names: the longest decides, "" is the rest
 _ROUNDING = 2.0**-22  # a relative change below this is float32's own rounding; a DoRA that is off makes some
@@ -272,7 +273,7 @@ class Merge:
                 if tensor is None:
                     module.register_parameter(name, None)
                 else:
-                    module.get_parameter(name).copy_(tensor)
+                    getattr(module, name).copy_(tensor)
         self.written.clear()
 
     def __enter__(self) -> Merge:
@@ -321,7 +322,10 @@ def view(network: _M, swaps: Mapping[str, Mapping[str, Tensor]]) -> _M:
         module = twin.get_submodule(layer)
         trained = module.get_parameter("weight").requires_grad
         for name, tensor in tensors.items():
-            module._parameters[name] = nn.Parameter(tensor, requires_grad=trained)
+            if name in module._buffers:
+                module._buffers[name] = tensor  # the scales of an fp8 layer
+            else:
+                module._parameters[name] = nn.Parameter(tensor, requires_grad=trained)
     for attention in packed:
         ops.pack(*attention.projections)  # again, where one was swapped
     return twin
@@ -347,26 +351,27 @@ def _changes(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Iter
     for layer, terms in _terms_by_layer(network, stack).items():
         waiting.append((layer, _sums_of(network.get_submodule(layer), layer, terms)))
         if len(waiting) == _AT_ONCE:
-            yield from _settled(waiting)
+            yield from _settled(network, waiting)
             waiting = []
-    yield from _settled(waiting)
+    yield from _settled(network, waiting)
 
 
 def _sums_of(module: nn.Module, layer: str, terms: Sequence[_Term]) -> dict[str, _Sum]:
     """The new weight of a layer, and its new bias where a difference has one."""
-    weight = module.get_parameter("weight").detach()
+    weight = module.wide() if isinstance(module, Fp8Linear) else module.get_parameter("weight").detach()
     found = {"weight": _Sum(layer, weight, [(t.owner, t.delta.weight(weight, t.scale)) for t in terms])}
     shifts = [
         (t.owner, t.delta.bias.to(weight.device, torch.float32) * t.scale) for t in terms if t.delta.bias is not None
     ]
     if shifts:
         bias = module._parameters["bias"]
-        before = weight.new_zeros(len(weight)) if bias is None else bias.detach()
+        kind = torch.bfloat16 if isinstance(module, Fp8Linear) else weight.dtype
+        before = weight.new_zeros(len(weight), dtype=kind) if bias is None else bias.detach()
         found["bias"] = _Sum(f"{layer}.bias", before, shifts)
     return found
 
 
-def _settled(waiting: Sequence[tuple[str, dict[str, _Sum]]]) -> Iterator[Change]:
+def _settled(network: nn.Module, waiting: Sequence[tuple[str, dict[str, _Sum]]]) -> Iterator[Change]:
     """The layers of which a tensor has changed, after one look at the sizes of all."""
     sums = [total for _, found in waiting for total in found.values()]
     sizes = torch.cat([total.sizes for total in sums]).tolist() if sums else []
@@ -376,6 +381,8 @@ def _settled(waiting: Sequence[tuple[str, dict[str, _Sum]]]) -> Iterator[Change]
         moved = {name: total for name, total in found.items() if total.owners}
         if moved:
             tensors = {name: total.tensor for name, total in moved.items()}
+            if "weight" in tensors and isinstance(network.get_submodule(layer), Fp8Linear):
+                tensors |= dithered(tensors["weight"])
             owners = set[int]().union(*(total.owners for total in moved.values()))
             yield Change(layer, tensors, {total.name: total.moved for total in moved.values()}, owners)
 

@@ -21,6 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pellucid.models import quantize
+from pellucid.models.kernels import Quantized
+from pellucid.models.quantize import Fp8Linear
+
 _DEVICE = "cuda"
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _WANTED: ContextVar[bool] = ContextVar("pellucid_fused_operations", default=True)
@@ -200,22 +204,30 @@ def residual(x: Tensor, h: Tensor | None, gate: Tensor | None = None) -> Tensor:
     return x + h if gate is None else torch.addcmul(x, gate[:, None], h)
 
 
-def residual_norm(x: Tensor, h: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """x + h, and its layer norm."""
+def residual_norm(
+    x: Tensor, h: Tensor | None, norm: nn.LayerNorm, readers: Sequence[nn.Linear] = ()
+) -> tuple[Tensor, Tensor | Quantized]:
+    """x + h, and its layer norm; fused, in fp8 where the layers that read it are."""
     if fused(x, norm):
-        summed, normed = _kernels().add_layer_norm(x, h, norm.weight, norm.bias, norm.eps)
+        more = {"fp8": True} if in_fp8(*readers) else {}
+        summed, normed = _kernels().add_layer_norm(x, h, norm.weight, norm.bias, norm.eps, **more)
         return summed, normed
     x = residual(x, h)
     return x, norm(x)
 
 
 def residual_modulate(
-    x: Tensor, update: Update | None, shift: Tensor, scale: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The residual stream after an update, and its layer norm with gain and bias from a condition (B, D) each."""
+    x: Tensor, update: Update | None, shift: Tensor, scale: Tensor, eps: float, readers: Sequence[nn.Linear] = ()
+) -> tuple[Tensor, Tensor | Quantized]:
+    """The residual stream after an update, and its layer norm with gain and bias from a condition (B, D) each.
+
+    Fused, the norm is in fp8 where the layers that read it are.
+    """
     h, gate = update or (None, None)
     if fused(x):
-        more = {"gate": gate, "scale": scale, "shift": shift}
+        more: dict[str, Any] = {"gate": gate, "scale": scale, "shift": shift}
+        if in_fp8(*readers):
+            more["fp8"] = True
         summed, normed = _kernels().add_layer_norm(x, h, None, None, eps, **more)
         return summed, normed
     x = residual(x, h, gate)
@@ -227,52 +239,96 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
 
 
-def linear_gelu(x: Tensor, layer: nn.Linear, approximate: str) -> Tensor:
-    """gelu(layer(x)); fused, the tanh form is taken by the product itself."""
+def linear_gelu(
+    x: Tensor | Quantized, layer: nn.Linear, approximate: str, reader: nn.Linear | None = None
+) -> Tensor | Quantized:
+    """gelu(layer(x)); fused, the product itself takes the tanh form, or in fp8 the rounding for `reader`."""
+    if isinstance(x, Quantized) or isinstance(layer, Fp8Linear):
+        h = linear(x, layer)
+        if approximate == "tanh" and in_fp8(reader) and fused(h):
+            rows: Quantized = _kernels().quantize(h, gelu=True)
+            return rows
+        return F.gelu(h, approximate=approximate)
     if approximate == "tanh" and layer.bias is not None and fused(x, layer):
         h = torch._addmm_activation(layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True)
         return h.unflatten(0, x.shape[:-1])
     return F.gelu(layer(x), approximate=approximate)
 
 
-def gated_gelu(x: Tensor, layer: nn.Linear) -> Tensor:
-    """a · gelu(g), where a and g are the halves of layer(x)."""
+def gated_gelu(x: Tensor | Quantized, layer: nn.Linear, reader: nn.Linear | None = None) -> Tensor | Quantized:
+    """a · gelu(g), where a and g are the halves of layer(x); fused, in fp8 where `reader`, which reads it, is."""
+    x = linear(x, layer)  # (B, L, 2 · inner); the name is taken over, so that what came in is freed
     if fused(x):
-        gated: Tensor = _kernels().gated_gelu(layer(x))
+        gated: Tensor | Quantized = _kernels().gated_gelu(x, **({"fp8": True} if in_fp8(reader) else {}))
         return gated
-    x, gate = layer(x).chunk(2, dim=-1)
+    x, gate = x.chunk(2, dim=-1)
     return x * F.gelu(gate)
+
+
+# --- in fp8 -------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor | Quantized, layer: nn.Module) -> Tensor:
+    """layer(x); where the layer is in fp8, a kernel rounds the rows of x if they are not yet."""
+    y: Tensor = layer(_rows_for(x, layer))
+    return y
+
+
+def in_fp8(*layers: nn.Module | None) -> bool:
+    """Whether these layers take rows in fp8: all are of that kind, and no hook wants to see what comes in."""
+    return bool(layers) and all(isinstance(layer, Fp8Linear) and not watched(layer) for layer in layers)
+
+
+def _rows_for(x: Tensor | Quantized, *layers: nn.Module) -> Tensor | Quantized:
+    """x as the layers read it: rounded once, where all of them are in fp8."""
+    if isinstance(x, Quantized) or not in_fp8(*layers):
+        return x
+    rows: Quantized = _kernels().quantize(x) if fused(x) else quantize.quantize_rows(x)
+    return rows
 
 
 # --- several layers as one product --------------------------------------------------------------------------------
 
 
-def linears(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
+def linears(x: Tensor | Quantized, *layers: nn.Linear) -> Sequence[Tensor]:
     """The layers' results for one x; fused, one product where `pack` has laid their weights one behind another.
 
     The weights that are there count: of a layer whose weight was replaced, as by LoRA, nothing old is read.
     """
-    if fused(x, *layers):
+    x = _rows_for(x, *layers)
+    if isinstance(x, Quantized) or fused(x, *layers):
         weight = _as_one([layer.weight for layer in layers])
         bias = _as_one([layer.bias for layer in layers])
         if weight is not None and (bias is not None or all(layer.bias is None for layer in layers)):
-            return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+            y = F.linear(x, weight, bias) if isinstance(x, Tensor) else _product(x, weight, bias, layers)
+            return y.split([layer.out_features for layer in layers], dim=-1)
     return [layer(x) for layer in layers]
 
 
+def _product(x: Quantized, weight: Tensor, bias: Tensor | None, layers: Sequence[nn.Linear]) -> Tensor:
+    """Several fp8 layers, whose weights and scales lie one behind another, as one product."""
+    scales = _as_one([layer._buffers["scale"] for layer in layers])
+    assert scales is not None, "weights are packed with their scales"
+    emulated = any(isinstance(layer, Fp8Linear) and layer.emulated for layer in layers)
+    return quantize.product(x, weight, scales, bias, emulated=emulated)
+
+
 def pack(*layers: nn.Linear) -> None:
-    """Gives layers that read the same input new parameters, which are views of one storage.
+    """Gives layers that read the same input new parameters, and fp8 ones new scales, which are views of one storage.
 
     To be done where the weights stay: moving or converting them takes them apart again.
     """
-    for name in ("weight", "bias"):
-        parts = [layer._parameters[name] for layer in layers]
+    for name in ("weight", "bias", "scale"):
+        parts = [layer._parameters.get(name, layer._buffers.get(name)) for layer in layers]
         whole = [part for part in parts if part is not None]
-        if len(whole) < len(parts) or _as_one(whole) is not None:
+        if len(whole) < len(parts) or _as_one(whole) is not None or len({part.dtype for part in whole}) > 1:
             continue
         joined = torch.cat([part.detach() for part in whole])
         for layer, part, piece in zip(layers, whole, joined.split([len(part) for part in whole]), strict=True):
-            layer._parameters[name] = nn.Parameter(piece, requires_grad=part.requires_grad)
+            if name in layer._buffers:
+                layer._buffers[name] = piece
+            else:
+                layer._parameters[name] = nn.Parameter(piece, requires_grad=part.requires_grad)
 
 
 def packed(*layers: nn.Linear) -> bool:

@@ -19,6 +19,7 @@ _HELD, _SCALE = tl.constexpr(COLUMNS["held"]), tl.constexpr(COLUMNS["scale"])
 _X_NEXT, _ANCHOR_NEXT = tl.constexpr(COLUMNS["x.x"]), tl.constexpr(COLUMNS["anchor.x"])
 _LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 _LEAST = tl.constexpr(1e-12)  # a row of zeros keeps a finite scale
+_TANH_GELU = tl.constexpr(1.5957691216057308)  # 2·√(2/π): tanh by a sigmoid
 _TURN = tl.constexpr(6.283185307179586)
 _FREE = ("pixels", "width", "per_program", "chunk", "parts", "length")  # sizes that are no reason to compile again
 
@@ -300,14 +301,20 @@ def gated_gelu(
 
 
 @triton.jit
-def quantize(x, values, scales, rows, units, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr):
-    """Rows of x in e4m3."""
+def quantize(
+    x, values, scales, rows, units, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr, GELU: tl.constexpr
+):
+    """Rows of x in e4m3, or of its GELU in the tanh form."""
     channels = units * V
     c = tl.arange(0, LANES)[None, :]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (c < channels)
     at = row.to(tl.int64)[:, None] * channels + c
-    _store_quantized(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), values, scales, at, row, rows, inside)
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if GELU:
+        v *= tl.sigmoid(_TANH_GELU * (v + 0.044715 * v * v * v))
+        v = v.to(x.dtype.element_ty).to(tl.float32)  # the same numbers as those of the GELU and this in turn
+    _store_quantized(v, values, scales, at, row, rows, inside)
 
 
 @triton.jit

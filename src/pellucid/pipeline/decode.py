@@ -16,6 +16,7 @@ from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.models import tiles
 from pellucid.models.guidance import Guidance
+from pellucid.models.quantize import dtype_name
 from pellucid.models.vae import from_diffusion
 from pellucid.pipeline import fingerprint, images
 from pellucid.pipeline.model import Model, RunSettings
@@ -88,7 +89,7 @@ def recipes_of(run: RunSettings) -> list[Recipe]:
         "model_hash": fingerprint.of_model(model.components),
         "weighting": request.weighting,
         "clip_skip": request.clip_skip,
-        **run_fields(run.plan, request, run.guidance, run.noise, next(model.components.network.parameters())),
+        **run_fields(run.plan, request, run.guidance, run.noise, dtype_name(model.components.network)),
         "size": run.size,
         "strength": request.strength,
         "denoising_start": request.denoising_start,
@@ -111,8 +112,8 @@ def recipes_of(run: RunSettings) -> list[Recipe]:
     ]
 
 
-def run_fields(plan: Plan, request: Request, guidance: Guidance, source: NoiseSource, weight: Tensor) -> dict[str, Any]:
-    """What a recipe says of a run of any network, ours or wrapped; `weight` is one of the network's."""
+def run_fields(plan: Plan, request: Request, guidance: Guidance, source: NoiseSource, dtype: str) -> dict[str, Any]:
+    """What a recipe says of a run of any network, ours or wrapped."""
     return {
         "sampler": plan.name,
         "grid": {k: v for k, v in plan.grid.items() if k not in ("steps", "skip", "stop", "between")},
@@ -122,7 +123,7 @@ def run_fields(plan: Plan, request: Request, guidance: Guidance, source: NoiseSo
         "plan": None if request.plan is None else plan.to_dict(),
         "guidance": guidance.to_dict(),
         "noise": _noise_name(source),
-        "dtype": str(weight.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "torch": torch.__version__,
     }
 

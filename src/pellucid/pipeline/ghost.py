@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from pellucid.interop.components import Components
 from pellucid.models.lora import view
+from pellucid.models.quantize import Fp8Linear
 from pellucid.models.vae import FoldedUpsample
 from pellucid.pipeline.model import map_networks
 from pellucid.pipeline.stages import HOOKS
@@ -46,6 +47,8 @@ class Shadows:
             if self.device == "cpu" and isinstance(module, FoldedUpsample):
                 # what it does there; it cannot know that `meta` means the CPU
                 module.forward = module.folded  # type: ignore[method-assign, assignment]
+            if isinstance(module, Fp8Linear):
+                module.emulated = module.emulated or self.device == "cpu"
             for registry in (module._parameters, module._buffers):
                 for name, tensor in registry.items():
                     if tensor is not None:
@@ -59,7 +62,8 @@ class Shadows:
     def shadow(self, tensor: Tensor) -> Tensor:
         """A tensor's shape, dtype and memory format."""
         if id(tensor) not in self.made:
-            kind = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+            floats = tensor.is_floating_point() and tensor.itemsize > 1  # what is quantised stays so
+            kind = self.dtype if self.dtype is not None and floats else tensor.dtype
             if self.waits:
                 made = torch.zeros((), dtype=kind).expand(tensor.shape)
             else:

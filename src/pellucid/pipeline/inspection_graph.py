@@ -19,6 +19,7 @@ from pellucid.models import ip_adapter
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.guidance import Guidance
 from pellucid.models.ip_adapter import IPAdapter
+from pellucid.models.quantize import dtype_name
 from pellucid.pipeline.encoders import image_inputs
 from pellucid.pipeline.encoders.conditions import takes_text
 from pellucid.pipeline.ghost import META, Shadows
@@ -119,7 +120,7 @@ class _GraphBuilder:
             kind=type(network).__name__,
             peer=f"IP-Adapter, {network.kind}" if isinstance(network, IPAdapter) else class_of(network),
             parameters=sum(weight.numel() for weight in network.parameters()),
-            dtype=str(next(network.parameters()).dtype).removeprefix("torch."),
+            dtype=dtype_name(network),
             memory=sum(tensor.nbytes for tensor in tensors),
             stored=self.held.get(name),
             calls=self.call(name).count * times if name != "vae" else 1,

@@ -14,7 +14,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import source
 from pellucid.interop.components import Components
 from pellucid.interop.family import check_fit
-from pellucid.models import attention
+from pellucid.models import attention, quantize
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.encoders.text import add_inversions, read_inversion
@@ -46,8 +46,9 @@ def load(
 
     `vae` and `image_encoder` are folders or files of other ones to use; of a whole CLIP it is the vision half.
     `inversions` are textual inversion files, whose names then work in prompts. Weights keep the dtype of their files,
-    except float16 on a CPU, where it is slow: float32 there, unless `dtype` is "stored". What the files contradict is
-    in `pipe.components.notes`.
+    except float16 on a CPU, where it is slow: float32 there, unless `dtype` is "stored". With "fp8" the large linear
+    layers of the denoising network are in e4m3 and the rest of the model is in bfloat16: see `models.quantize`. What
+    the files contradict is in `pipe.components.notes`.
     """
     for name, value in unknown.items():
         raise option_error(name, value, signature(load).parameters, LOAD)
@@ -59,7 +60,8 @@ def load(
     goal = source.place(device) or default_device()
     policy.check(goal)
     early = None if policy.offload != "none" else goal
-    kind: dict[str, Any] = {"dtype": None if dtype == STORED else dtype, "device": early}
+    named = quantize.REST if dtype == quantize.FP8 else dtype
+    kind: dict[str, Any] = {"dtype": None if named == STORED else named, "device": early}
     parts = source.read_components(
         where, **kind, variant=variant, revision=revision, target=target, tokenizer=tokenizer
     )
@@ -77,6 +79,8 @@ def load(
         network.eval().requires_grad_(False)
     if dtype is None and goal.type == "cpu":
         widen(parts)
+    if dtype == quantize.FP8:
+        parts = replace(parts, notes=(*parts.notes, *_in_fp8(parts, goal)))
     if parts.vae is not None and _leaves_float16(parts.vae):
         parts.vae.float()
         parts = replace(parts, notes=(*parts.notes, "the VAE works in float32: its config says force_upcast"))
@@ -93,6 +97,16 @@ def widen(parts: Components) -> None:
     for network in networks_of(parts):
         if next(network.parameters()).dtype == torch.float16:
             network.float()
+
+
+def _in_fp8(parts: Components, device: torch.device) -> list[str]:
+    """Rounds the large linear layers of the denoising network; notes on how slow that is on the device."""
+    if not quantize.quantize(parts.network):
+        must = f"another one for {parts.name}: fp8 is for linear layers of {quantize.LEAST} features or more"
+        raise PellucidError(rule("dtype", must, quantize.FP8, "Use dtype='bfloat16'."), "dtype")
+    if quantize.native(device):
+        return []
+    return [f"fp8 is emulated on this device ({device.type}), which is slow: NVIDIA GPUs from capability 8.9 have it"]
 
 
 def _leaves_float16(vae: Any) -> bool:

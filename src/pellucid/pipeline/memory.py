@@ -210,8 +210,11 @@ def _with_ghost_loras(base: Components, model: Model, request: Request) -> Compo
     views = networks_by_name(base)
     for one in request.named_loras:
         for part, adapter in model.lora_of(one).adapters.items():
-            weights = {layer: views[part].get_submodule(layer).get_parameter("weight") for layer in adapter.layers}
-            swaps = {layer: {"weight": _empty_twin(weight)} for layer, weight in weights.items()}
+            layers = {layer: views[part].get_submodule(layer) for layer in adapter.layers}
+            swaps = {
+                layer: {name: _empty_twin(tensor) for name, tensor in module.state_dict().items() if name != "bias"}
+                for layer, module in layers.items()
+            }
             views[part] = lora.view(views[part], swaps)
     return with_views(base, views)
 

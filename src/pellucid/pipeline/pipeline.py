@@ -16,6 +16,7 @@ from pellucid.interop.components import text_parts
 from pellucid.interop.save import save_components
 from pellucid.models import lora
 from pellucid.models.lora import MergeSet
+from pellucid.models.quantize import dtype_name
 from pellucid.pipeline import memory
 from pellucid.pipeline.decode import decode
 from pellucid.pipeline.encoders.conditions import takes_text
@@ -111,8 +112,7 @@ def _description(pipe: Pipeline) -> str:
     for name, network in networks.items():
         if network is not None:
             count = sum(p.numel() for p in network.parameters()) / 1e6
-            kind = str(next(network.parameters()).dtype).removeprefix("torch.")
-            lines.append(f"  {name:16}{type(network).__name__}, {count:.1f} M parameters, {kind}")
+            lines.append(f"  {name:16}{type(network).__name__}, {count:.1f} M parameters, {dtype_name(network)}")
     request = Request(prompt="" if takes_text(parts.network) else None)
     own = make_plan(parts, request).plan
     (width, height), guidance = pipe.size_of(request), pipe.guidance_of(request).text()

@@ -16,6 +16,7 @@ from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan
 from pellucid.core.samplers import resolve
 from pellucid.models.guidance import Guidance
+from pellucid.models.quantize import dtype_name
 from pellucid.pipeline import fingerprint, images
 from pellucid.pipeline.decode import adapters_of, inputs_of
 from pellucid.pipeline.load import load
@@ -401,7 +402,7 @@ def check_same(recipe: Recipe, model: Model, request: Request, named: bool) -> l
     """What of the model, the images and the adapters is not the recipe's. A model that was not named must be."""
     found: list[str] = []
     other = _other_parts(recipe, model.components)
-    dtype = str(next(model.components.network.parameters()).dtype).removeprefix("torch.")
+    dtype = dtype_name(model.components.network)
     if dtype != recipe.dtype:
         found.append(f"dtype {recipe.dtype} → {dtype}")
     elif other and not named:

@@ -281,7 +281,7 @@ class _PeerRequest:
         scale: dict[str, Any] = {} if self.scale is None else {"guidance_scale": self.scale}
         shared: dict[str, Any] = {
             "model": str(getattr(config, "_name_or_path", None) or self.peer.kind),
-            **run_fields(self.plan, request, guidance, source, weight),
+            **run_fields(self.plan, request, guidance, source, str(weight.dtype).removeprefix("torch.")),
             "device": self.device.type,
             "size": size or (None if None in (request.width, request.height) else (request.width, request.height)),
             "conditioning": {**scale, **({"peer_options": given} if given else {})},

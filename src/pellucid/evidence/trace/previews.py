@@ -14,6 +14,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.trace.reading import Trace
 from pellucid.interop import source
+from pellucid.models.quantize import FP8, REST
 from pellucid.models.vae import from_diffusion
 from pellucid.pipeline import fingerprint, repeat
 
@@ -144,6 +145,7 @@ def vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
     except PellucidError:
         return None, f"latents are mapped to colours: {recipe.model} is not here to decode them (--model)"  # type: ignore
     root, dtype = source.locate(name), recipe.dtype or None if recipe is not None else None
+    dtype = REST if dtype == FP8 else dtype
     if (root / "vae").is_dir():  # the rest of the model is not needed
         vae = source.load_component(root / "vae", dtype=dtype)
     else:
