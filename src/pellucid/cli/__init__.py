@@ -21,27 +21,27 @@ from pellucid.core.errors import PellucidError, is_out_of_memory, system_error
 
 # typer has click inside it since 0.16 and depended on it before: both name the class that all bad usage descends from.
 UsageError: Any = typer.BadParameter.__mro__[1]
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SMALLER = "Ask for a smaller size, or for fewer images at once."
-MAKE, LOOK, CHOOSE, TRAIN, LEARN = "Make images", "Look inside", "Choose with evidence", "Train", "See and learn"
-COMMANDS = {  # its place in the help, and what it does in a line
-    "sample": (MAKE, "Make images from a prompt, or repeat one from the recipe inside it."),
-    "models": (MAKE, "List the models on this machine."),
-    "plan": (LOOK, "Show a sampler as its table: one row is one model call."),
-    "samplers": (LOOK, "List the samplers, or show one."),
-    "schedules": (LOOK, "Show how β, ᾱ, SNR, λ and σ run over training time."),
-    "inspect": (LOOK, "Draw a model's pipeline: components, shapes, bytes, milliseconds."),
-    "memory": (LOOK, "Predict and measure peak memory by stage; compare what each saving costs."),
-    "trace": (LOOK, "Recorded runs: show, compare, replay, lay out in time."),
-    "tune": (CHOOSE, "Tune a plan of few steps against converged images."),
-    "doctor": (CHOOSE, "Find what is wrong with a model, a config, a run or its images."),
-    "score": (CHOOSE, "Score images: FID, KID, precision, recall, CLIP."),
-    "study": (CHOOSE, "Compare set-ups, with evidence."),
-    "train": (TRAIN, "Train from one config file."),
-    "data": (TRAIN, "Make training data, and look at it."),
-    "studio": (LEARN, "Open Pellucid as a page in the browser."),
-    "lab": (LEARN, "Read, run and answer a lab about diffusion."),
-    "demo": (LEARN, "Make images of twelve prompts on the CPU."),
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SMALLER = "Ask for a smaller size, or for fewer images at once."
+_MAKE, _LOOK, _CHOOSE, _TRAIN, _LEARN = "Make images", "Look inside", "Choose with evidence", "Train", "See and learn"
+_COMMANDS = {  # its place in the help, and what it does in a line
+    "sample": (_MAKE, "Make images from a prompt, or repeat one from the recipe inside it."),
+    "models": (_MAKE, "List the models on this machine."),
+    "plan": (_LOOK, "Show a sampler as its table: one row is one model call."),
+    "samplers": (_LOOK, "List the samplers, or show one."),
+    "schedules": (_LOOK, "Show how β, ᾱ, SNR, λ and σ run over training time."),
+    "inspect": (_LOOK, "Draw a model's pipeline: components, shapes, bytes, milliseconds."),
+    "memory": (_LOOK, "Predict and measure peak memory by stage; compare what each saving costs."),
+    "trace": (_LOOK, "Show, compare and replay recorded runs."),
+    "tune": (_CHOOSE, "Tune a plan of few steps against converged images."),
+    "doctor": (_CHOOSE, "Find what is wrong with a model, a config, a run or its images."),
+    "score": (_CHOOSE, "Score images: FID, KID, precision, recall, CLIP."),
+    "study": (_CHOOSE, "Compare set-ups, with evidence."),
+    "train": (_TRAIN, "Train from one config file."),
+    "data": (_TRAIN, "Make training data, and look at it."),
+    "studio": (_LEARN, "Open Pellucid as a page in the browser."),
+    "lab": (_LEARN, "Read, run and answer a lab about diffusion."),
+    "demo": (_LEARN, "Make images of twelve prompts on the CPU."),
 }
 
 
@@ -66,9 +66,9 @@ class OneLineErrors(TyperGroup):
             code = CANCELLED
         except Exception as error:
             if is_out_of_memory(error):
-                code = trouble("out-of-memory", f"memory must suffice for what was asked; it ran out. {SMALLER}")
+                code = trouble("out-of-memory", f"memory must suffice for what was asked; it ran out. {_SMALLER}")
             elif refused := system_error(error):
-                unnamed = "standard output" if refused.errno in FULL else "file"  # files are named by who writes them
+                unnamed = "standard output" if refused.errno in _FULL else "file"  # files are named by who writes them
                 code = trouble("file", f"{refused.filename or unnamed}: {refused.strerror}")
             else:
                 raise
@@ -81,7 +81,7 @@ class LazyCommands(Mapping[str, Any]):
     """The commands by name, each imported when it is used."""
 
     def __getitem__(self, name: str) -> Any:
-        panel, _ = COMMANDS[name]
+        panel, _ = _COMMANDS[name]
         room = import_module(f"pellucid.cli.{name}")
         alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         if hasattr(room, "app"):
@@ -93,10 +93,10 @@ class LazyCommands(Mapping[str, Any]):
         return command.commands[name] if hasattr(room, "app") else command
 
     def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
+        return iter(_COMMANDS)
 
     def __len__(self) -> int:
-        return len(COMMANDS)
+        return len(_COMMANDS)
 
 
 class Pellucid(OneLineErrors):
@@ -110,7 +110,8 @@ class Pellucid(OneLineErrors):
     def outlined(self) -> Iterator[None]:
         """Inside, commands have names and summaries alone."""
         self.commands = {
-            name: TyperCommand(name, help=summary, rich_help_panel=panel) for name, (panel, summary) in COMMANDS.items()
+            name: TyperCommand(name, help=summary, rich_help_panel=panel)
+            for name, (panel, summary) in _COMMANDS.items()
         }
         try:
             yield
@@ -132,7 +133,7 @@ def trouble(code: str, message: str) -> int:
     return 2
 
 
-def show_version(wanted: bool) -> None:
+def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"pellucid {__version__}")
         raise typer.Exit
@@ -150,7 +151,9 @@ app = typer.Typer(
 def pellucid(
     version: Annotated[
         bool,
-        typer.Option("--version", metavar="", callback=show_version, is_eager=True, help="Print the version and stop."),
+        typer.Option(
+            "--version", metavar="", callback=_show_version, is_eager=True, help="Print the version and stop."
+        ),
     ] = False,
 ) -> None:
     """Pellucid: the diffusion engine that you can see through.

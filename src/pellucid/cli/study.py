@@ -65,7 +65,7 @@ app = group("Compare set-ups, with evidence.")
 # --- What the commands share ----------------------------------------------------------------------------------------
 
 
-def fields_given(kind: type[Any], words: dict[str, Any]) -> dict[str, Any]:
+def _fields_given(kind: type[Any], words: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config that the command line sets."""
     return given_only(**{field.name: words.get(field.name) for field in fields(kind)})
 
@@ -108,7 +108,7 @@ def run(
         print(f"shard {index} of {count}: {parts} {kind.parts} → {folder}. {then}")
 
 
-def print_tables(tables: Iterable[Table], sentences: Iterable[str], right: Callable[[Table], tuple[str, ...]]) -> None:
+def _print_tables(tables: Iterable[Table], sentences: Iterable[str], right: Callable[[Table], tuple[str, ...]]) -> None:
     """Tables under their titles, whose columns named by `right` hold numbers, and what they say."""
     console = output.console()
     for one in tables:
@@ -176,9 +176,9 @@ def study_adherence(
     from pellucid.evidence.adherence.samples import ImageSettings
     from pellucid.evidence.adherence.study import AdherenceConfig, AdherenceStudy
 
-    making = ImageSettings(**fields_given(ImageSettings, ctx.params))
+    making = ImageSettings(**_fields_given(ImageSettings, ctx.params))
     read = {"making": making, "objects": None if objects is None else numbers("--objects", objects)}
-    config = AdherenceConfig(**fields_given(AdherenceConfig, {**ctx.params, **read}))
+    config = AdherenceConfig(**_fields_given(AdherenceConfig, {**ctx.params, **read}))
     run(AdherenceStudy, config, ctx.params, _show_adherence)
 
 
@@ -249,7 +249,7 @@ def study_guidance(
         "scales": None if scales is None else numbers("--scales", scales, float),
         "rules": None if rules is None else tuple(" ".join(name.split()) for name in rules.split(",")),
     }
-    config = GuidanceStudyConfig(**fields_given(GuidanceStudyConfig, {**ctx.params, **read}))
+    config = GuidanceStudyConfig(**_fields_given(GuidanceStudyConfig, {**ctx.params, **read}))
     run(GuidanceStudy, with_own_clip(config), ctx.params, _show_guidance)
 
 
@@ -308,7 +308,7 @@ def study_oracle(
         "schedules": None if schedules is None else tuple(schedule.make(word).name for word in comma_words(schedules)),
         "nfe": None if nfe is None else numbers("--nfe", nfe),
     }
-    config = OracleStudyConfig(**fields_given(OracleStudyConfig, {**ctx.params, **read}))
+    config = OracleStudyConfig(**_fields_given(OracleStudyConfig, {**ctx.params, **read}))
     with one_thread():  # points in a few dimensions gain nothing from more
         run(OracleStudy, config, ctx.params, _show_oracle)
 
@@ -319,7 +319,7 @@ def _show_oracle(found: OracleResults, out: Path) -> None:
     bests = [oracle_report.best_table(found, mixture) for mixture in found.mixtures]
     tables = [*bests, oracle_report.one_choice_table(found)]
     sentences = oracle_report.sentences_of(found)
-    print_tables(tables, sentences, lambda table: table.columns[1:] if table.columns[0] != "NFE" else ())
+    _print_tables(tables, sentences, lambda table: table.columns[1:] if table.columns[0] != "NFE" else ())
     print(f"→ {out}: report.html, table.md, figures.json, charts/")
 
 
@@ -375,7 +375,7 @@ def study_samplers(
         "steps": numbers("--steps", steps),
         "prompts": read_prompts(prompts),
     }
-    config = SamplerStudyConfig(**fields_given(SamplerStudyConfig, {**ctx.params, **read}))
+    config = SamplerStudyConfig(**_fields_given(SamplerStudyConfig, {**ctx.params, **read}))
     judges = {"inception": inception, "clip": clip, "reference": reference}
     run(SamplerStudy, config, ctx.params, _show_samplers, figures="results.json", **judges)
 
@@ -462,7 +462,7 @@ def _read_interaction(config: Path | None, words: dict[str, Any]) -> Interaction
     """A file, or the words; a word beside a file would be a second answer to one question."""
     from pellucid.evidence.study.interaction import InteractionStudyConfig
 
-    known = fields_given(InteractionStudyConfig, words)
+    known = _fields_given(InteractionStudyConfig, words)
     if config is not None:
         for name, value in known.items():
             raise PellucidError(rule(f"--{name.replace('_', '-')}", "left to the config", value), "usage")
@@ -483,5 +483,5 @@ def _show_interaction(found: InteractionResults, folder: Path) -> None:
     from pellucid.evidence.study import interaction_report
 
     sentences = [*interaction_report.sentences(found), *interaction_report.about_converged(found)]
-    print_tables(interaction_report.tables(found), sentences, lambda table: ())
+    _print_tables(interaction_report.tables(found), sentences, lambda table: ())
     print(f"→ {folder}: report.html, table.md, figures.json, charts/")

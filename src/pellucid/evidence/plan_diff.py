@@ -121,7 +121,7 @@ def _effects_of(mine: Plan, other: Plan, differences: Sequence[Difference], benc
     if mine.nfe != other.nfe:
         note = f"{mine.nfe} → {other.nfe}: rows have no partners, so no kind can be swapped in alone"
         effects.append(Effect("number of rows", None, None, note))
-    if not same(mine.start, other.start):
+    if not _same(mine.start, other.start):
         effects.append(bench.effect("first level", (mine, bench.points(other)), (mine, bench.points(mine))))
     if not math.isclose(mine.initial_scale, other.initial_scale, rel_tol=TOLERANCE):
         pair = (mine, bench.noise(other)), (mine, bench.noise(mine))
@@ -140,7 +140,7 @@ def _rounding(d: Difference) -> bool:
     return max(abs(d.mine), abs(d.theirs)) < TOLERANCE
 
 
-def same(a: Level, b: Level) -> bool:
+def _same(a: Level, b: Level) -> bool:
     return all(math.isclose(u, v, rel_tol=TOLERANCE) for u, v in ((a.alpha, b.alpha), (a.sigma, b.sigma)))
 
 

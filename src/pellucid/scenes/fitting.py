@@ -289,14 +289,14 @@ def textures(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     share = way_to(painting.tints(window.x.device), labels, window).clamp(-0.3, 1.3)
     within = _inner(window, fitted).float()
     near = len(TEXTURE_NAMES)
-    first = errors(window, fitted, share, within, slice(0, near))  # (M, 5)
+    first = _errors(window, fitted, share, within, slice(0, near))  # (M, 5)
     lowest, found = first.topk(2, dim=1, largest=False)
     best, second, found = lowest[:, 0], lowest[:, 1], found[:, 0]
     rows = ((best > _GOOD) | (second - best < _LEAD)).nonzero()[:, 0]
     if len(rows):
         some = Window(*(getattr(window, name)[rows] for name in window.__dataclass_fields__))
         part = Fit(*(getattr(fitted, name)[rows] for name in fitted.__dataclass_fields__))
-        every = torch.cat([first[rows], errors(some, part, share[rows], within[rows], slice(near, None))], 1)
+        every = torch.cat([first[rows], _errors(some, part, share[rows], within[rows], slice(near, None))], 1)
         kinds = _hypotheses(share.device)[0]
         own = torch.stack([every[:, kinds == i].amin(1) for i in range(near)], 1)
         lowest, which = own.topk(2, dim=1, largest=False)
@@ -305,7 +305,7 @@ def textures(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     return torch.where(clear, found, -1)
 
 
-def errors(window: Window, fitted: Fit, share: Tensor, within: Tensor, part: slice) -> Tensor:
+def _errors(window: Window, fitted: Fit, share: Tensor, within: Tensor, part: slice) -> Tensor:
     """(M, T): the mean square error of each hypothesis within the rim."""
     kinds, shifts = (v[part] for v in _hypotheses(share.device))
     count, many = len(window), len(kinds)

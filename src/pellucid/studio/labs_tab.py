@@ -71,11 +71,11 @@ def page_of(blocks: Sequence[Block], done: Sequence[BlockResult] = ()) -> str:
         if block.code:
             parts.append(fenced(block.code, "python"))
         if number < len(done):
-            parts.append(output_of(done[number]))
+            parts.append(_output_of(done[number]))
     return "\n\n".join(part for part in parts if part)
 
 
-def output_of(shown: BlockResult) -> str:
+def _output_of(shown: BlockResult) -> str:
     """What a block printed and drew, or why it failed."""
     parts = [fenced(shown.printed.rstrip("\n"), "text")] if shown.printed.strip() else []
     for i, file in enumerate(shown.figures, 1):

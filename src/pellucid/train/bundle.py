@@ -267,7 +267,7 @@ def _write_ip_adapter(model: Path, goal: Path) -> None:
     if not eyes.is_dir():
         raise PellucidError(rule("ip_adapter", f"a run that saved its {ADAPTER_EYES}/", model.parent), "bundle-part")
     own, shared = source.load_image_encoder(eyes, dtype=_DTYPE), goal.parent / "image_text"
-    if shared.is_dir() and same(own, source.load_image_encoder(shared)):
+    if shared.is_dir() and _same(own, source.load_image_encoder(shared)):
         save.write_json(goal / ENCODER_NOTE, {SHARED: SHARED_ENCODER})
     else:
         save.save_component(own, goal / ADAPTER_EYES)
@@ -303,7 +303,7 @@ def _pipeline_in(model: Path, kind: str, what: str) -> Components:
 # --- what must hold ----------------------------------------------------------------------------------------------
 
 
-def same(mine: nn.Module, theirs: nn.Module) -> bool:
+def _same(mine: nn.Module, theirs: nn.Module) -> bool:
     """Two networks of the same config and the same bits: one copy stands for both."""
     one, two = mine.state_dict(), theirs.state_dict()
     equal = one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
@@ -313,7 +313,7 @@ def same(mine: nn.Module, theirs: nn.Module) -> bool:
 def _check_same(what: str, mine: nn.Module | None, theirs: nn.Module | None, whose: str) -> None:
     assert mine is not None
     assert theirs is not None
-    if not same(mine, theirs):
+    if not _same(mine, theirs):
         raise PellucidError(rule(what, whose, "another"), "bundle-fit")
 
 

@@ -185,7 +185,7 @@ def _saturated_end(trace: Trace, scale: float | None) -> Finding | None:
             ("guidance delta over x0, largest", lead),
             *scale_evidence(scale),
         ),
-        f"Guidance{of(scale)} pushes the prediction out of the range of images.",
+        f"Guidance{_of(scale)} pushes the prediction out of the range of images.",
         "Lower it to 7 or less, or correct it: --guidance '7 + rescale', or '7 + threshold'.",
     )
 
@@ -209,7 +209,7 @@ def _overshoot(trace: Trace, scale: float | None) -> Finding | None:
             *scale_evidence(scale),
         ),
         "A prediction from noise is a mean of images, and smaller than they are. "
-        f"Here guidance{of(scale)} makes it larger, and later steps keep that.",
+        f"Here guidance{_of(scale)} makes it larger, and later steps keep that.",
         "Lower it to 7 or less, or correct it: --guidance '7 + rescale'.",
     )
 
@@ -232,7 +232,7 @@ def _leading(trace: Trace, scale: float | None) -> Finding | None:
     )
 
 
-def of(scale: float | None) -> str:
+def _of(scale: float | None) -> str:
     return "" if scale is None else f" of {scale:g}"
 
 

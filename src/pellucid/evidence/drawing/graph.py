@@ -107,7 +107,7 @@ def subtitle(graph: Graph) -> list[str]:
     return [*words, f"{count(graph.parameters)} parameters", f"{size(graph.memory)} in memory"]
 
 
-def classes(node: Node) -> list[str]:
+def _classes(node: Node) -> list[str]:
     """Our class and its peer's, once where they are the same."""
     return [] if node.role == "guidance" else list(dict.fromkeys(word for word in (node.kind, node.peer) if word))
 
@@ -131,7 +131,7 @@ def weight(node: Node) -> list[str]:
     ]
 
 
-def remarks(node: Node) -> list[str]:
+def _remarks(node: Node) -> list[str]:
     """What else a node's box says."""
     f = node.facts
     if node.role == "tokenizer":
@@ -150,7 +150,7 @@ def remarks(node: Node) -> list[str]:
 
 def node_words(node: Node) -> list[str]:
     """All that is said of a node: class, weights, remarks, milliseconds."""
-    return list(filter(None, (*classes(node), *weight(node), *remarks(node), duration(node))))
+    return list(filter(None, (*_classes(node), *weight(node), *_remarks(node), _duration(node))))
 
 
 def pace(graph: Graph) -> str:
@@ -160,7 +160,7 @@ def pace(graph: Graph) -> str:
     return f"× {graph.calls} calls in {graph.steps} steps"
 
 
-def duration(node: Node) -> str:
+def _duration(node: Node) -> str:
     """Milliseconds per call, and how often where it is more than once."""
     if node.milliseconds is None:
         return ""
@@ -170,7 +170,7 @@ def duration(node: Node) -> str:
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
 _COMPONENTS = ("component", "parameters", "share", "dtype in file", "on disk", "in memory", "as", "calls")
-ANATOMY = ("block", "class", "parameters", "share", "leaves as")
+_ANATOMY = ("block", "class", "parameters", "share", "leaves as")
 CLOCK = ("stage", "a run", "of it", "peak memory")
 NUMBERS = ("parameters", "share", "on disk", "in memory", "calls", "a call", "a run", "of it", "peak memory")
 
@@ -222,7 +222,7 @@ def anatomy(node: Node) -> list[BlockRow]:
     return rows
 
 
-def anatomy_cells(node: Node) -> list[tuple[str, ...]]:
+def _anatomy_cells(node: Node) -> list[tuple[str, ...]]:
     """The same as text, each level further to the right."""
     return [
         ("\u2003" * row.level + row.name, row.kind, row.parameters, row.percent, row.leaves) for row in anatomy(node)
@@ -314,8 +314,8 @@ def rows_of(graph: Graph) -> Rows:
 
 def card_lines(graph: Graph, node: Node) -> list[str]:
     """What a card says below its name: class, weights, remarks, milliseconds, and what leaves it for where."""
-    about = [" · ".join(part) for part in (classes(node), weight(node), remarks(node)) if part]
-    about += [duration(node)] if node.milliseconds is not None else []
+    about = [" · ".join(part) for part in (_classes(node), weight(node), _remarks(node)) if part]
+    about += [_duration(node)] if node.milliseconds is not None else []
     return about + [f"→ {flow.goal}: {flow_text(flow)}" for flow in graph.out_of(node.name)]
 
 
@@ -518,7 +518,7 @@ def page(graph: Graph) -> Page:
         document.add(Table("Time", CLOCK, tuple(clock(graph))))
     for node in graph.components():
         if node.blocks:
-            document.add(Table(f"Blocks of {node.name}", ANATOMY, tuple(anatomy_cells(node))))
+            document.add(Table(f"Blocks of {node.name}", _ANATOMY, tuple(_anatomy_cells(node))))
     return document.add(*(Text(f"! {note}") for note in graph.notes))
 
 

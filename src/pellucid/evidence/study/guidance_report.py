@@ -51,7 +51,7 @@ class FigureKind:
         return figure.words(percent, " %") if self.percent else figure.words("{:.3g}".format)
 
 
-KINDS = {
+_KINDS = {
     "right": FigureKind("all right", True, True),
     "attributes": FigureKind("attributes right", True, True),
     "image_text": FigureKind("image-text score", False, True),
@@ -98,9 +98,9 @@ class GuidanceResults:
 
     @property
     def names(self) -> list[str]:
-        """The figures that were measured, in the order of KINDS."""
+        """The figures that were measured, in the order of _KINDS."""
         held = {name for cell in self.cells.values() for name in cell.figures}
-        return [name for name in KINDS if name in held]
+        return [name for name in _KINDS if name in held]
 
     def line(self, words: str) -> list[tuple[float, GuidanceCell]]:
         """The cells of a rule, by scale."""
@@ -290,7 +290,7 @@ def worse(found: GuidanceResults, one: GuidanceCell, other: GuidanceCell) -> boo
 
 def doubts(found: GuidanceResults) -> list[str]:
     """Why cells that are called useful may not be: what was measured is too little to tell them from the best."""
-    top, kind = best_cell(found), KINDS[found.adherence]
+    top, kind = best_cell(found), _KINDS[found.adherence]
     figure, prompts = top.figures[found.adherence], len(top.by_prompt[found.adherence])
     wide = kind.percent and figure.ends is not None and figure.high - figure.low > _WIDE_INTERVAL
     if prompts >= _FEW_PROMPTS and not wide:
@@ -304,7 +304,7 @@ def doubts(found: GuidanceResults) -> list[str]:
 
 def _recommendation_words(found: GuidanceResults, chosen: RatedScale, ranges: list[RuleRange]) -> str:
     line = next(line for line in ranges if line.rule == chosen.rule)
-    kind, figure = KINDS[found.adherence], chosen.cell.figures[found.adherence]
+    kind, figure = _KINDS[found.adherence], chosen.cell.figures[found.adherence]
     figures, known = chosen.cell.figures, found.reference.values
     looks = [
         f"{name} {_signed_words(100 * _relative_change(figures[name].value, known[name]))} %"
@@ -319,7 +319,7 @@ def _recommendation_words(found: GuidanceResults, chosen: RatedScale, ranges: li
 
 def _no_recommendation(found: GuidanceResults) -> Recommendation:
     """No cell is useful: what is wrong with the most adherent one."""
-    top, kind = best_cell(found), KINDS[found.adherence]
+    top, kind = best_cell(found), _KINDS[found.adherence]
     if not _adherent(found, top):
         return Recommendation("No scale is useful: no image under any guidance is all right.")
     return Recommendation(
@@ -451,7 +451,7 @@ def headline(report: GuidanceReport) -> str:
 
 
 def range_table(report: GuidanceReport) -> Table:
-    found, kind, rows = report.found, KINDS[report.found.adherence], []
+    found, kind, rows = report.found, _KINDS[report.found.adherence], []
     for line in (line for line in report.lines if line.cells):
         top = max(line.cells, key=lambda one: one.cell.figures[found.adherence].value)
         figure = top.cell.figures[found.adherence]
@@ -463,7 +463,7 @@ def range_table(report: GuidanceReport) -> Table:
 def definition(report: GuidanceReport) -> str:
     found, tolerance = report.found, report.found.study.config.tolerance
     return (
-        f"Useful: {KINDS[found.adherence].title} not measurably below that of the best guidance, colourfulness and "
+        f"Useful: {_KINDS[found.adherence].title} not measurably below that of the best guidance, colourfulness and "
         f"sharpness within {100 * tolerance:g} % of {found.reference.name}, and at most {100 * CLIPPED:g} points more "
         "clipped values."
     )
@@ -475,13 +475,13 @@ def _cell_table(report: GuidanceReport) -> Table:
     for line in report.lines:
         for one in line.cells:
             held = one.cell.figures
-            own = (KINDS[name].words(held[name]) if name in held else "–" for name in names)
+            own = (_KINDS[name].words(held[name]) if name in held else "–" for name in names)
             rows.append((line.rule, f"{one.scale:g}", *own, _state_words(one)))
     reference = report.found.reference
-    known = {name: KINDS[name].words(Estimate(value)) for name, value in reference.values.items()}
+    known = {name: _KINDS[name].words(Estimate(value)) for name, value in reference.values.items()}
     shown = (known.get(name, "–") for name in names)
     rows.append((reference.name, "", *shown, ""))
-    columns = ("rule", "scale", *(KINDS[name].title for name in names), "")
+    columns = ("rule", "scale", *(_KINDS[name].title for name in names), "")
     note = (
         "In brackets 95 % intervals, from drawing the prompts again. Cells share prompts and noise, so that their "
         "differences are surer than their intervals. At scale 1 most rules are the same images."
@@ -493,7 +493,7 @@ def _cell_table(report: GuidanceReport) -> Table:
 
 
 def _chart(report: GuidanceReport, name: str) -> Chart:
-    kind = KINDS[name]
+    kind = _KINDS[name]
     times = 100 if kind.percent else 1
     series = []
     for line in report.lines:
@@ -568,7 +568,7 @@ def _images(report: GuidanceReport) -> Images:
     study, found = report.found.study, report.found
     cells = []
     for guidance, cell in found.cells.items():
-        figure, kind = cell.figures[found.adherence], KINDS[found.adherence]
+        figure, kind = cell.figures[found.adherence], _KINDS[found.adherence]
         cells.append(ImageCell(guidance, study.shown(guidance), f"{kind.title} {kind.words(figure)}"))
     first = [guidance for guidance in ("1", report.advice.guidance) if guidance in found.cells]
     note = "The same prompts and the same noise in every cell, one image a prompt. Choose two to compare."

@@ -95,7 +95,7 @@ def _shuffled(count: int) -> Tensor:
 
 # --- The study ------------------------------------------------------------------------------------------------------
 
-RUNS, IMAGES, _FEATURES = "runs", "pictures", "features"
+RUNS, _IMAGES, _FEATURES = "runs", "pictures", "features"
 _MAX_IMAGES, _CIFAR10_IMAGES = 1_000_000, 50_000  # images that are made, and that there are to compare with
 _SAMPLE_SEED = 1234  # of every set of images: schedules start from the same noise
 Say = Callable[[str], object]
@@ -266,7 +266,7 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
         last = main and cell.step == c.points[-1]
         samples = self.images(trainer, cell.ema, cell.grid, c.final_samples if last else c.samples)
         if main:
-            path = self.folder / IMAGES / f"{trainer.folder.name}-{cell.step:08d}.png"
+            path = self.folder / _IMAGES / f"{trainer.folder.name}-{cell.step:08d}.png"
             path.parent.mkdir(exist_ok=True)
             put(path, Image.fromarray(sheet(samples[:64].float() / 255)).save)
         found = self.judge.features(samples)
@@ -395,7 +395,7 @@ class ScheduleResults:
 
     def image(self, schedule: str, step: int) -> Path:
         """A sheet of images of the first seed."""
-        return self.folder / IMAGES / f"{schedule}-{self.study.seeds[0]}-{step:08d}.png"
+        return self.folder / _IMAGES / f"{schedule}-{self.study.seeds[0]}-{step:08d}.png"
 
     # --- scores
 

@@ -80,7 +80,7 @@ class EarlierCalls:
             nothing = (math.nan,) * len(ratios)
             return EarlierCalls(seen.images, ratios, seen.x0.detach(), nothing, None)
         held = self.select(seen.images)
-        moved = [not same(a, b) for a, b in zip(held.ratios, ratios, strict=True)]
+        moved = [not _same(a, b) for a, b in zip(held.ratios, ratios, strict=True)]
         older, older_ratios = held.older, held.older_ratios
         if all(moved):
             older, older_ratios = held.x0, held.ratios
@@ -107,7 +107,7 @@ class EarlierCalls:
         )
 
 
-def same(a: float, b: float) -> bool:
+def _same(a: float, b: float) -> bool:
     return a == b or abs(a - b) <= _SAME * abs(b)
 
 
@@ -119,7 +119,7 @@ def _error_factor(ratio: float, older: float, landing: Level) -> float:
     x. The derivative is taken over λ = −log r, in which x0 changes evenly: x0′ = −(dx0 / dλ) / r.
     """
     known = 0 < ratio < math.inf and 0 < older < math.inf and landing.alpha > 0
-    if not known or same(ratio, older):
+    if not known or _same(ratio, older):
         return math.nan
     return 0.5 * landing.alpha * (landing.ratio / ratio - 1.0) ** 2 / abs(math.log(older / ratio))
 
@@ -182,7 +182,7 @@ def context_of(seen: StepSeen, past: EarlierCalls, levels: Sequence[Level]) -> t
         alphas=tuple(row.level.alpha for row in seen.rows),
         sigmas=tuple(level.sigma for level in levels),
         factors=tuple(_error_factor(*pair) for pair in apart),
-        corrects=tuple(same(a.ratio, b.ratio) for a, b in zip(levels, landings, strict=True)),
+        corrects=tuple(_same(a.ratio, b.ratio) for a, b in zip(levels, landings, strict=True)),
     )
     return noted, list(values.values())
 
