@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from pellucid.interop.source import BUNDLES
 
-IMAGES = Path(__file__).parent / "pictures"
+IMAGES = Path(__file__).parent / "images"
 PROMPT = "a small striped red star above a large blue square on a grey background"
 DARK, LIGHT, DIM = "#0b0f17", "#e6edf3", "#8b98a5"
 COLOURS = {"error": "#ff7b72", "evidence": "#79c0ff", "cause": "#d2a8ff", "fix": "#7ee787"}

@@ -14,7 +14,7 @@ from pellucid import scenes as world
 from pellucid.pipeline.sheet import face_for
 from pellucid.scenes import export
 
-IMAGES = Path(__file__).parent / "pictures"
+IMAGES = Path(__file__).parent / "images"
 SIDE, GAP, FOOT = 118, 8, 20
 SEED, ROW = 2, 30  # of the scene that is shown in every style
 
@@ -41,7 +41,7 @@ def main() -> None:
     sheet = export.contact_sheet(export.SceneOptions(16, 0, 160, "train", ()))
     for name, image in (("scenes.png", sheet), ("scenes_styles.png", maps())):
         image.save(IMAGES / name, optimize=True)
-        print(f"docs/pictures/{name}", (IMAGES / name).stat().st_size)
+        print(f"docs/images/{name}", (IMAGES / name).stat().st_size)
 
 
 if __name__ == "__main__":
