@@ -103,7 +103,7 @@ def group(words: str) -> typer.Typer:
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=model_names)]
 Device = Annotated[str | None, option("NAME", "cuda or cpu (default: cuda if there is one).")]
-Dtype = Annotated[str | None, option("NAME", "float32, bfloat16 or float16 (default: the model's own).")]
+Dtype = Annotated[str | None, option("NAME", "float32, bfloat16, float16 or fp8 (default: the model's own).")]
 Size = Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512 (default: the model's own).")]
 Out = Annotated[Path | None, option("FOLDER", "Output folder (default: out/NAME of the config).")]
 Plot = Annotated[Path | None, option("FILE", "Draw a chart into this file (.png, .svg, .pdf).", "--plot")]

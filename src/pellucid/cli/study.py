@@ -44,7 +44,7 @@ By = Annotated[
 ]
 Clip = Annotated[str | None, option("FOLDER", "A CLIP for the image-text score (default: the bundle's own).")]
 ConvergedSteps = Annotated[int | None, option("N", "Their steps (default: 200).", min=2)]
-DType = Annotated[str | None, option("NAME", "float32, float16 or bfloat16 (default: float32).")]
+DType = Annotated[str | None, option("NAME", "float32, float16, bfloat16 or fp8 (default: float32).")]
 FirstSeed = Annotated[int | None, option("N", "Seed of the first image (default: 0).", min=0)]
 Folder = Annotated[Path, option("FOLDER", "Output folder; an interrupted study in it continues.")]
 GuidanceText = Annotated[str | None, option("TEXT", "4, 4 + apg, … (default: the model's own).")]

@@ -51,8 +51,9 @@ EFFECTS = {
         "time: channels_last, fused (kernels that do several operations at once) and graphs (one launch per step)",
     ),
     "dtype": Effect(
-        "weights and activations, by half from float32; chosen when the model is loaded",
-        "precision: 8 bits in bfloat16",
+        "weights and activations, by half from float32, and in fp8 the large linear layers by half again, and the "
+        "time of their products; chosen when the model is loaded",
+        "precision: 8 bits in bfloat16, 4 in the layers in fp8",
     ),
 }
 

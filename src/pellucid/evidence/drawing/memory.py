@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pellucid.core.wording import short
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import COLOURS, FAINT, INK
+from pellucid.models.quantize import dtype_name
 from pellucid.pipeline.memory import size_text
 from pellucid.pipeline.policy import EFFECTS
 
@@ -33,14 +34,13 @@ _GRAPHS = {"graphs": ("▒", "#b9a7e0")}  # where some are captured
 def describe_run(pipe: Pipeline, request: Request, policy: Policy, device: Any) -> dict[str, Any]:
     """What was run, for the head of every output."""
     width, height = pipe.size_of(request)
-    kind = next(pipe.components.network.parameters()).dtype
     return {
         "model": pipe.components.name,
         "size": [width, height],
         "batch": request.n,
         "steps": request.steps,
         "device": str(device),
-        "dtype": str(kind).removeprefix("torch."),
+        "dtype": dtype_name(pipe.components.network),
         "policy": policy.to_dict(),
         "controlnets": len(request.controls),
         "loras": len(request.loras),
