@@ -51,7 +51,7 @@ def test_a_number_means_the_same_on_every_surface() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt": "  "}, "prompt must be some words"),
+        ({"prompt": "  "}, "prompt must not be empty"),
         ({"prompt": "x" * 5000}, "prompt must be at most 4,000 characters"),
         ({"steps": 0}, "steps must be a whole number from 1 to 1,000; got 0"),
         ({"steps": 10_000}, "got 10000"),

@@ -128,7 +128,7 @@ def test_cancel_stops_a_long_run_and_the_page_goes_on(page: Any, sessions: Sessi
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"prompt": ""}, "prompt must be some words"),
+        ({"prompt": ""}, "prompt must not be empty"),
         ({"steps": 0}, "steps must be a whole number from 1 to 1,000; got 0"),
         ({"steps": 10_000}, "got 10000"),
         ({"seed": "seven"}, "seed must be a whole number"),

@@ -273,7 +273,8 @@ def _so_far(news: ComparisonNews, preview: Preview) -> str:
     """Both sides while they run: x0 of the latest step, or the image where it is done."""
     shown = [preview.image(one.x0) if isinstance(one, StepNews) else one and one.image for one in news]
     said = [
-        _about(one) if isinstance(one, RunResult) else "x0 as the network sees it now" if one else "" for one in news
+        _about(one) if isinstance(one, RunResult) else "x0, the network's estimate of the image" if one else ""
+        for one in news
     ]
     return comparison.pair(shown, said)
 

@@ -142,7 +142,7 @@ def needed(path: str | None, adapter: str) -> Image.Image:
 def prompt_of(words: str | None) -> str:
     words = (words or "").strip()
     if not words:
-        raise PellucidError("prompt must be some words; got none. Say what the image shows.", "prompt")
+        raise PellucidError("prompt must not be empty; got none. Describe the image.", "prompt")
     if len(words) > _MOST_PROMPT:
         raise PellucidError(rule("prompt", f"at most {_MOST_PROMPT:,} characters", f"{len(words):,}"), "prompt")
     return words

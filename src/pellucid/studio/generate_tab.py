@@ -210,7 +210,7 @@ class GenerateTab:
             for news in session.follow(_TAB, lambda job: run(pipe, setup, session, job)):
                 if isinstance(news, StepNews):
                     made = preview.image(news.x0)
-                    shown = html.block(html.frame(made, "preview", "x0 as the network sees it now"))
+                    shown = html.block(html.frame(made, "preview", "x0, the network's estimate of the image"))
                     yield shown, status(news.words, news.step / news.steps), *rest
                     continue
                 name = f"{session.count:04d} · {setup.prompt[:60]}"

@@ -149,7 +149,7 @@ def figure(figure: Figure, alt: str) -> str:
 
 Handler = Callable[..., Iterator[tuple[Any, ...]]]
 
-GUARDED = "Caps the scale at 7 and rescales: above 7 colours may burn, shapes repeat and images grow alike."
+GUARDED = "Caps the scale at 7 and rescales: above 7 colours may burn, shapes repeat and images look alike."
 
 
 @contextmanager

@@ -192,7 +192,7 @@ class SchedulesTab:
         zero = gr.Checkbox(
             False,
             label="Zero terminal SNR",
-            info="shift and stretch √ᾱ so that no signal is left at the last time (discrete schedules)",
+            info="shifts and stretches √ᾱ so that no signal is left at the last timestep (discrete schedules)",
             elem_id="schedules-zero",
         )
         said = gr.HTML(_notes(()), elem_id="schedules-notes")
@@ -276,7 +276,7 @@ def panels(found: Curves) -> str:
     )
     drawn = "".join(_chart(found.found, *panel).html() for panel in _PANELS)
     drawn = drawn.replace(' tabindex="0"', "")  # hundreds of stops on the way down; the table below has the numbers
-    note = "A dot is a call of the model. Where no signal is left, SNR is 0 and λ −∞: these have no place to be drawn."
+    note = "Each dot is a model call. Where no signal is left, SNR is 0 and λ is −∞, which cannot be drawn."
     return html.block(f'{_STYLE}<div class="key">{key}</div><div class="panels">{drawn}</div><p class=note>{note}</p>')
 
 
@@ -317,7 +317,7 @@ def _images(found: Curves, x0: Tensor) -> str:
     for i, one in enumerate(found.found):
         cells.append(f'<b><i style="background:{_colour(i)}"></i>{html.text(one.name)}</b>')
         cells += [_tile(one.name, noised) for noised in noisy_images(one.schedule, x0)]
-    note = "x = α·x0 + σ·eps, one noise for all, shown at one size; the times are even from the first to the last."
+    note = "x = α·x0 + σ·eps with the same noise for all, drawn at the same scale; the times are evenly spaced."
     return html.block(
         f'{_STYLE}<div class="wide"><div class="noised">{"".join(cells)}</div></div><p class=note>{note}</p>'
     )

@@ -72,7 +72,7 @@ class StudyForm:
         """Checked and bounded; a model that takes neither text nor labels gets no prompts."""
         chosen = tuple(dict.fromkeys(one.strip() for one in self.samplers or () if one and one.strip()))
         prompts = tuple(line.strip() for line in (self.prompts or "").splitlines() if line.strip())
-        seeds = whole(self.seeds, "images of each prompt", _MOST_SEEDS, "study-number")
+        seeds = whole(self.seeds, "images per prompt", _MOST_SEEDS, "study-number")
         counts = _counts_of(self.steps)
         for what, found, most in (("samplers", chosen, _MOST_SAMPLERS), ("prompts", prompts, _MOST_PROMPTS)):
             if len(found) > most:
@@ -354,7 +354,7 @@ class StudyTab:
             "\n".join(EXAMPLES[:_FEW]), label="Prompts, one per line", lines=3, max_lines=8, elem_id="study-prompts"
         )
         with gr.Row():
-            seeds = gr.Number(1, label="Images of each prompt", precision=None, min_width=120, elem_id="study-seeds")
+            seeds = gr.Number(1, label="Images per prompt", precision=None, min_width=120, elem_id="study-seeds")
             best = gr.Number(
                 _YARDSTICK,
                 label="Steps of the converged images",

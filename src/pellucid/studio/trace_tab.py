@@ -25,8 +25,8 @@ from pellucid.studio.visitors import Sessions
 _FITTED = 6  # steps whose x0 the colours are fitted on
 _NAMES = {
     "x": "x, the input of the network",
-    "x0": "x0, what it believes the image to be",
-    "eps": "eps, the noise it sees",
+    "x0": "x0, its estimate of the image",
+    "eps": "eps, its estimate of the noise",
     "delta": "what guidance changed",
 }
 _EMPTY = html.block("<p class=note>Generate an image, or open a trace file: its steps appear here.</p>")
