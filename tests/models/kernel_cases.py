@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.core.noise import PATH, gaussian
-from pellucid.models import kernels
 from pellucid.core.table import COLUMNS
+from pellucid.models import kernels
 from pellucid.models.kernels import Quantized
 
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # half a unit in the last place, or more
@@ -136,6 +136,44 @@ def check_add_bias(draw: Draw) -> None:
     found = kernels.add_bias(x, h, bias, scale)
     assert found.stride() == x.stride()
     close(found, total * scale, draw.dtype)
+    close(kernels.add_bias(x, None, bias, scale), (total - h.double()) * scale, draw.dtype)
+
+
+def check_enlarge(draw: Draw) -> None:
+    shape = (draw.one(1, 3, more=(33,)), draw.one(1, 7, 64, more=(640, 1280)), draw.one(1, 5, more=(32,)), 7)
+    x = draw.normal(*shape).contiguous(memory_format=torch.channels_last)
+    found = kernels.enlarge(x)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, F.interpolate(x, scale_factor=2.0))
+
+
+def check_neighbours(draw: Draw) -> None:
+    images, channels = draw.one(1, 3, more=(33,)), draw.one(1, 7, 64, more=(320, 1280))
+    height, width = draw.one((1, 1), (2, 5), (7, 3), more=((8, 8), (9, 16)))
+    x = draw.normal(images, channels, height, width).contiguous(memory_format=torch.channels_last)
+    found = kernels.neighbours(x).unflatten(2, (9, channels))
+    columns = F.unfold(x.float(), 3, padding=1).unflatten(1, (channels, 9)).permute(0, 3, 2, 1)
+    assert torch.equal(found.float(), columns)
+
+
+def check_attend_few(draw: Draw) -> None:
+    """Keys and values of any layout, as those of packed projections, and masks."""
+    images, heads = draw.one(1, 2, more=(5, 33)), draw.one(1, 3, more=(8, 20))
+    length, keys = draw.one(1, 7, 40, more=(64, 256, 1024, 4096)), draw.one(1, 5, 77, more=(64, 128))
+    width = draw.one(8, 16, 40, more=(64, 72, 80, 128, 160))
+    dtype = torch.bfloat16 if draw.seed % 2 and draw.large else torch.float16  # the interpreter multiplies no bf16
+    q, k, v = (draw.normal(images, n, heads, width, dtype=dtype).transpose(1, 2) for n in (length, keys, keys))
+    if draw.choice.random() < 0.5:
+        k, v = k.contiguous(), v.contiguous()
+    mask = None
+    if draw.choice.random() < 0.5:
+        mask = torch.rand(images, 1, 1, keys, generator=draw.generator).to(draw.device) < 0.6
+        mask[..., 0] = True
+    found = kernels.attend_few(q, k, v, mask)
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask)
+    assert found.transpose(1, 2).is_contiguous()
+    shares = 2 * ROUNDING[dtype] * float(v.double().abs().max())  # which are rounded before they weigh the values
+    close(found, expected, dtype, slack=4e-6 + shares)
 
 
 def check_add_layer_norm(draw: Draw) -> None:
@@ -189,7 +227,7 @@ def check_quantize(draw: Draw) -> None:
 
 
 def same_quantized(found: Quantized, expected: Quantized, dtype: torch.dtype | None = None) -> None:
-    """Equal scales; values equal except for a neighbour in a tie, or where x itself is rounded otherwise, to `dtype`."""
+    """Equal scales; values equal except for a neighbour in a tie, or where x itself is rounded, to `dtype`."""
     assert found.values.dtype == torch.float8_e4m3fn
     assert found.values.shape == expected.values.shape
     assert found.scale.shape == expected.scale.shape == (found.values.numel() // found.values.shape[-1], 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pellucid.models import ops
 from pellucid.models.kernels import Quantized
@@ -44,13 +45,15 @@ class PlainKernels:
             y = y * (1 + film[0][:, :, None, None]) + film[1][:, :, None, None]
         return (F.silu(y) if silu else y).to(x.dtype).contiguous(memory_format=torch.channels_last)
 
-    def add_bias(self, x: Tensor, h: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    def add_bias(self, x: Tensor, h: Tensor | None, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
         self.calls["add_bias"] += 1
-        assert x.shape == h.shape
         last = torch.channels_last if x.ndim == 4 else torch.contiguous_format
         assert x.is_contiguous(memory_format=last)
-        assert h.is_contiguous(memory_format=last)
-        total = x.float() + h.float()
+        total = x.float()
+        if h is not None:
+            assert x.shape == h.shape
+            assert h.is_contiguous(memory_format=last)
+            total = total + h.float()
         if bias is not None:
             total = total + (bias[:, None, None] if x.ndim == 4 else bias)
         return (total * scale).to(x.dtype)
@@ -88,6 +91,24 @@ class PlainKernels:
     def quantize(self, x: Tensor, *, gelu: bool = False) -> Quantized:
         self.calls["quantize"] += 1
         return quantize_rows(F.gelu(x, approximate="tanh") if gelu else x)
+
+    MOST_KEYS = 128
+
+    def enlarge(self, x: Tensor) -> Tensor:
+        self.calls["enlarge"] += 1
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        return F.interpolate(x, scale_factor=2.0).contiguous(memory_format=torch.channels_last)
+
+    def neighbours(self, x: Tensor) -> Tensor:
+        self.calls["neighbours"] += 1
+        with _disable_current_modes():  # the copies are this kernel's own work
+            columns = F.unfold(x, 3, padding=1).unflatten(1, (x.shape[1], 9))  # (B, C, 9, H·W)
+            return columns.permute(0, 3, 2, 1).flatten(2)
+
+    def attend_few(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.calls["attend_few"] += 1
+        with _disable_current_modes():
+            return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _wide(weight: Tensor | None) -> Tensor | None:

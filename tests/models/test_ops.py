@@ -103,7 +103,7 @@ def test_a_dit_fused_is_the_plain_one(name: str) -> None:
     torch.manual_seed(0)
     x, time, labels = class_inputs(network.config, 8, 12)
     calls = agree(network, lambda: network(x, time, labels=labels))
-    assert calls == {"add_layer_norm": 2 * 3 + 1, "product_gelu": 3}
+    assert calls == {"add_layer_norm": 2 * 3 + 1, "product_gelu": 3, "add_bias": 1}
 
 
 @pytest.mark.parametrize("name", TEXT)

@@ -104,7 +104,9 @@ def test_other_data_are_refused_and_nothing_is_touched(data: Path, change: Calla
 
 def test_with_data_changed_it_goes_on_and_its_log_says_so(data: Path) -> None:
     more(data)
-    note = "goes on from step 2 with other data than it began with: count 5 → 6, other names, other sizes, other texts"
+    note = (
+        "continues from step 2 with other data than it began with: count 5 → 6, other names, other sizes, other texts"
+    )
     answer = ask("--until", "4", "--data-changed")
     assert answer.exit_code == 0, answer.stderr
     assert note in answer.stderr

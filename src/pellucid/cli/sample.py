@@ -34,7 +34,7 @@ LOADING = {
     "dtype": Flag(
         ("--dtype",),
         "NAME",
-        "float32, float16, bfloat16, fp8, or stored: the files' own (default: stored, but no float16 on a CPU).",
+        "float32, float16, bfloat16, fp8, auto, or stored: the files' own (default: stored, no float16 on a CPU).",
         SPEED,
     ),
     "device": Flag(("--device",), "NAME", "cpu, cuda, …", SPEED),

@@ -100,6 +100,9 @@ def _work_on(words: dict[str, Any], report: _SampleReport, bar: StepBar) -> None
     began = time.perf_counter()
     pipe = options.load()
     report.model, report.load_seconds = pipe.components.name, time.perf_counter() - began
+    report.said = [text for text in pipe.components.notes if "slow" in text]  # before it takes long
+    for text in report.said if not words["as_json"] else ():
+        bar.progress.console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
     work = _SampleRun(pipe, options.load_weak(), paths, report, bar, origin, named, traces)
     if sheet is not None:
         _make_sheet(work, sheet)
@@ -493,6 +496,7 @@ class _SampleReport:
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     plain: Counter[str] = field(default_factory=Counter)  # steps that were not captured, by why
     notes: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)  # notes that were shown before the run
     receipt: str | None = None
     sheet: dict[str, Any] | None = None
     source: dict[str, Any] | None = None
@@ -570,6 +574,8 @@ def _show_report(report: _SampleReport) -> None:
     if report.receipt is not None:
         say(report.receipt)
     for text in report.notes:
+        if text in report.said:
+            continue
         say(f"note: {text}")
 
 

@@ -75,7 +75,7 @@ def command(
 
 
 def _show_stopped(steps: int, folder: Path, config: Path, words: dict[str, Any]) -> None:
-    """After Ctrl-C: what is kept, and the command that goes on."""
+    """After Ctrl-C: what is kept, and the command that continues."""
     from pellucid.train.checkpoint import Checkpoints
 
     kept = max(Checkpoints(folder / "checkpoints").steps(), default=0)

@@ -293,7 +293,7 @@ def _features(samples: Tensor) -> Tensor:
 
 
 def bled(pixels: Tensor, queries: Sequence[Query]) -> Tensor:
-    """(N,) float64: 1 where colours bled, 0 where not, NaN where it cannot be told: `bleeding` of every reading."""
+    """(N,) float64: 1 where colours bled, 0 where not, NaN where it is unknown: `bleeding` of every reading."""
     known = _checked(pixels)
     if len(queries) != len(known):
         raise PellucidError(rule("queries", f"one for each of {len(known)} images", len(queries)), "qualities")

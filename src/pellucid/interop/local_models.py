@@ -35,7 +35,7 @@ class Model:
 
 
 def models(folders: Sequence[str | Path] = ()) -> list[Model]:
-    """The bundles, what the hub's cache holds, and what lies in these folders."""
+    """The bundles, what the hub's cache holds, and what is in these folders."""
     found = [in_folder(source.BUNDLES / name, name, "bundle") for name in source.pipelines()]
     found += [in_folder(place, name, "hub cache") for name, place in _hub_cache()]
     for place in folders:
@@ -71,7 +71,7 @@ def _hub_cache() -> Iterator[tuple[str, Path]]:
 
 
 def _below(top: Path) -> Iterator[Model]:
-    """What lies in a folder or deeper: diffusers folders and single-file checkpoints. Links are not followed."""
+    """What is in a folder or below it: diffusers folders and single-file checkpoints. Links are not followed."""
     if not top.is_dir():
         raise PellucidError(rule("folder", "one that exists", str(top)), "not-found")
     seen = 0

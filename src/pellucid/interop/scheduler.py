@@ -491,7 +491,7 @@ class Scheduler(DiffusersAPI):
         return compile_reading(self.reading, steps, dialect=self.dialect, **setting)
 
     def _row_for(self, run: _Run, timestep: Any) -> tuple[_Run, tuple[Plan, int, _FusedRow]]:
-        """The row of this call, in its plan; the run goes on behind it."""
+        """The row of this call, in its plan; the run continues after it."""
         if timestep is not None and self.reading.sampler in _STATELESS:
             time = float(np.float32(float(timestep)))
             if run.index is None or run.times[run.index : run.index + 1] != [time]:
@@ -663,7 +663,7 @@ class Scheduler(DiffusersAPI):
     def _more_of(
         self, plan: Plan, here: int, fused: _FusedRow, to_x0: tuple[float, float], x: Tensor, out: Tensor
     ) -> Callable[[str], Tensor]:
-        """What else a step can say, by name: computed when it is asked for."""
+        """What else a step can say, by name: computed on demand."""
 
         def compute(name: str) -> Tensor:
             if name == "denoised":

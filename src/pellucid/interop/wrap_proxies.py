@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-
-if TYPE_CHECKING:
-    from pellucid.interop.wrap import Conversation
 
 # Tensors that all images share, though their first side may happen to be as long as the batch.
 _SHARED = re.compile(r"^(txt|img)_ids$|rotary|freqs")
@@ -106,10 +103,22 @@ def doubled(answer: Any) -> Any:
     return made
 
 
+class Talk(Protocol):
+    """What the two proxies need of the conversation that they take part in (wrap.py)."""
+
+    only: Branch | None
+    calls: list[Call]
+    answer: Any
+    lay: Callable[[Times], Tensor]
+
+    def step(self, output: Tensor, sample: Tensor) -> Tensor: ...
+    def times_are_laid(self) -> None: ...
+
+
 class NetworkProxy:
     """Stands for the network: calls it, and keeps its inputs and its answers."""
 
-    def __init__(self, talk: Conversation, real: Any) -> None:
+    def __init__(self, talk: Talk, real: Any) -> None:
         vars(self).update(talk=talk, real=real)
 
     def __getattr__(self, name: str) -> Any:
@@ -136,7 +145,7 @@ class SchedulerProxy:
     order = 1
     init_noise_sigma = 1.0  # the plan scales x
 
-    def __init__(self, talk: Conversation, real: Any) -> None:
+    def __init__(self, talk: Talk, real: Any) -> None:
         self.talk = talk
         self.real = copy.copy(real)  # a pipeline may set something on it
         self.timesteps = torch.empty(0)

@@ -5,5 +5,6 @@ or in `unet_config` and `clip_config`. Guidance: `guidance` (what is asked for),
 denoiser). Adapters: `lora`, `lora_delta`. Large images: `tiles`. How it computes: `attention` (backends), `inputs`
 (batches of conditions), `ops` (the operations that networks are written in) with `kernels` and `triton_kernels` for
 CUDA, `hoist` (what is computed once for a run), `captured` (a step as one CUDA graph), `graph_memory`, `quantize`.
-Training and memory measurement also name the layers: `blocks`, `dit_blocks`, `embeddings`. `config`, the reader of configs, is for this room and `interop`.
+Training and memory measurement also name the layers: `blocks`, `dit_blocks`, `embeddings`. `config`, the reader of
+configs, is for this room and `interop`.
 """

@@ -88,7 +88,7 @@ class Downsample(nn.Module):
         self.lopsided = padding == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (0, 1, 0, 1)) if self.lopsided else x)
+        return ops.conv(F.pad(x, (0, 1, 0, 1)) if self.lopsided else x, self.conv)
 
 
 class Upsample(nn.Module):
@@ -99,8 +99,7 @@ class Upsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor, size: torch.Size | None = None) -> Tensor:
-        larger = F.interpolate(x, scale_factor=2.0) if size is None else F.interpolate(x, size=size)
-        return self.conv(larger)
+        return ops.conv(ops.enlarge(x, size), self.conv)
 
 
 class PixelAttention(Attention):

@@ -17,6 +17,8 @@ from pellucid.models.config import check_fields
 from pellucid.models.embeddings import sine_positions
 from pellucid.models.ops import Update
 
+_MOST_SIZES = 16  # whose positions are kept
+
 
 @dataclass(frozen=True, kw_only=True)
 class PatchConfig:
@@ -73,12 +75,22 @@ class Patches(nn.Module):
         self.base = config.sample_size // config.patch_size
         self.scale = config.position_scale
         self.proj = nn.Conv2d(config.in_channels, config.width, config.patch_size, stride=config.patch_size)
+        self.places: dict[tuple[Any, ...], Tensor] = {}  # by size; a captured graph reads them, so none goes
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.proj(ops.arrange(x))  # (B, D, rows, cols)
-        rows, cols = x.shape[-2:]
-        place = sine_positions(x.shape[1], rows, cols, base=self.base, scale=self.scale, device=x.device)
-        return ops.tokens(x) + place.to(x.dtype)  # (B, rows · cols, D)
+        x = ops.conv(ops.arrange(x), self.proj)  # (B, D, rows, cols)
+        return ops.tokens(x) + self.place(x)  # (B, rows · cols, D)
+
+    def place(self, x: Tensor) -> Tensor:
+        """Where each patch of x lies, (rows · cols, D); computed once for each of the first sizes."""
+        _, width, rows, cols = x.shape
+        key = (rows, cols, x.device, x.dtype)
+        if key in self.places:
+            return self.places[key]
+        made = sine_positions(width, rows, cols, base=self.base, scale=self.scale, device=x.device).to(x.dtype)
+        if ops.fused(x) and len(self.places) < _MOST_SIZES and not ops.capturing():
+            self.places[key] = made
+        return made
 
 
 def unpatch(x: Tensor, rows: int, cols: int, patch: int) -> Tensor:

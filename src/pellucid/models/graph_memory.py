@@ -1,4 +1,4 @@
-"""What captured graphs keep from run to run: registers, the inputs that they read, and the pool of their activations."""
+"""What captured graphs keep from run to run: registers, the inputs they read, and the pool of their activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pellucid.models import inputs as trees
 from pellucid.models.captured import StepGraphs
-
 
 _KNOWN: WeakKeyDictionary[StepGraphs, tuple[tuple[int, ...], tuple[int, int]]] = WeakKeyDictionary()
 

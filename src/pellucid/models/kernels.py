@@ -21,6 +21,7 @@ _VECTOR = 8  # channels in one load of 16 bytes, at 16 bits each
 _PROGRAMS = 528  # four for each of an H200's 132 multiprocessors
 _WHOLE = 32768  # padded elements of a group that one program holds in registers
 _TILE = 4096  # padded elements of a tile that is streamed
+MOST_KEYS = 128  # that `attend_few` holds at once
 
 
 class Quantized(NamedTuple):
@@ -157,9 +158,9 @@ def group_norm(
     return y
 
 
-def add_bias(x: Tensor, h: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def add_bias(x: Tensor, h: Tensor | None, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """(x + h + bias) · scale; channels are innermost in memory: (B, C, H, W) channels-last, or (…, C)."""
-    x, h = _channels_innermost(x), _channels_innermost(h)
+    x, h = _channels_innermost(x), None if h is None else _channels_innermost(h)
     y = torch.empty_like(x)
     channels = x.shape[1] if x.ndim == 4 else x.shape[-1]
     rows, vector = x.numel() // channels, math.gcd(channels, _VECTOR)
@@ -169,6 +170,54 @@ def add_bias(x: Tensor, h: Tensor, bias: Tensor | None = None, scale: float = 1.
         **_constants(tiles, vector),
     )  # fmt: skip
     return y
+
+
+def enlarge(x: Tensor) -> Tensor:
+    """(B, C, H, W) channels-last to twice the height and width, by the nearest pixel."""
+    images, channels, height, width = x.shape
+    x = x.contiguous(memory_format=torch.channels_last)
+    y = torch.empty(
+        images, channels, 2 * height, 2 * width, device=x.device, dtype=x.dtype, memory_format=torch.channels_last
+    )
+    rows, vector, tiles = y.numel() // channels, math.gcd(channels, _VECTOR), parts_of_rows(channels)
+    _launch(
+        _code().enlarge, _grid(tiles, rows, channels), x, y, rows, 2 * height, 2 * width, channels // vector,
+        **_constants(tiles, vector),
+    )  # fmt: skip
+    return y
+
+
+def neighbours(x: Tensor) -> Tensor:
+    """(B, C, H, W) channels-last to (B, H·W, 9·C): what a 3 × 3 convolution with padding 1 reads for each pixel."""
+    images, channels, height, width = x.shape
+    x = x.contiguous(memory_format=torch.channels_last)
+    y = torch.empty(images, height * width, 9 * channels, device=x.device, dtype=x.dtype)
+    rows, vector, tiles = images * height * width, math.gcd(channels, _VECTOR), parts_of_rows(channels)
+    _launch(
+        _code().neighbours, (*_grid(tiles, rows, channels), 9), x, y, rows, height, width, channels // vector,
+        **_constants(tiles, vector),
+    )  # fmt: skip
+    return y
+
+
+def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / √d) v over (batch, heads, length, d) for at most `MOST_KEYS` keys, in one pass.
+
+    `mask` is bool, of shape (batch, 1, 1, keys); at least one key of each image is seen. The heads of the result lie
+    beside each other in memory, as the layer after it reads them.
+    """
+    images, heads, length, width = q.shape
+    keys, lanes = k.shape[2], _padded(max(width, 16))
+    q, k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v))
+    out = torch.empty(images, length, heads, width, device=q.device, dtype=q.dtype)
+    rows = min(128 if lanes <= 64 else 64, max(16, _padded(length)))
+    mask = None if mask is None else mask.reshape(images, keys).contiguous().view(torch.uint8)
+    _launch(
+        _code().attend_few, (_cut(length, rows), images * heads), q, k, v, mask, out, length, keys, heads,
+        width**-0.5 * math.log2(math.e), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], keys,
+        WIDTH=width, ROWS=rows, KEYS=max(16, _padded(keys)), LANES=lanes, num_warps=4,
+    )  # fmt: skip
+    return out.transpose(1, 2)
 
 
 def add_layer_norm(

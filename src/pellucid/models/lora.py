@@ -273,7 +273,7 @@ class Merge:
                 if tensor is None:
                     module.register_parameter(name, None)
                 else:
-                    getattr(module, name).copy_(tensor)
+                    module.get_parameter(name).copy_(tensor)
         self.written.clear()
 
     def __enter__(self) -> Merge:
@@ -322,10 +322,7 @@ def view(network: _M, swaps: Mapping[str, Mapping[str, Tensor]]) -> _M:
         module = twin.get_submodule(layer)
         trained = module.get_parameter("weight").requires_grad
         for name, tensor in tensors.items():
-            if name in module._buffers:
-                module._buffers[name] = tensor  # the scales of an fp8 layer
-            else:
-                module._parameters[name] = nn.Parameter(tensor, requires_grad=trained)
+            module._parameters[name] = nn.Parameter(tensor, requires_grad=trained)
     for attention in packed:
         ops.pack(*attention.projections)  # again, where one was swapped
     return twin

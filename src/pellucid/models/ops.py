@@ -27,6 +27,7 @@ from pellucid.models.quantize import Fp8Linear
 
 _DEVICE = "cuda"
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_FEW_PIXELS = 512  # of a batch, up to which a convolution is a matrix product: docs/results/speed.md
 _WANTED: ContextVar[bool] = ContextVar("pellucid_fused_operations", default=True)
 
 # --- which form ---------------------------------------------------------------------------------------------------
@@ -63,6 +64,11 @@ def fused(x: Tensor, *layers: nn.Module | None) -> bool:
         and _kernels() is not None
         and not any(layer is not None and watched(layer) for layer in layers)
     )
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured in this thread."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def watched(module: nn.Module) -> bool:
@@ -138,8 +144,38 @@ def _group_norm(x: Tensor, norm: nn.GroupNorm, **more: Any) -> Tensor:
     return _kernels().group_norm(_channels_last(x), norm.weight, norm.bias, norm.num_groups, norm.eps, **more)
 
 
+def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
+    """layer(x); fused, the bias is added by a pass of its own, since torch's is slow in channels-last order."""
+    if not fused(x, layer):
+        return layer(x)
+    h = _without_bias(x, layer)
+    return h if layer.bias is None else _kernels().add_bias(_channels_last(h), None, layer.bias)
+
+
+def enlarge(x: Tensor, size: torch.Size | None = None) -> Tensor:
+    """Twice the size, or the size given, by the nearest pixel."""
+    twice = size is None or list(size) == [2 * side for side in x.shape[-2:]]
+    if twice and fused(x):
+        return _kernels().enlarge(_channels_last(x))
+    return F.interpolate(x, scale_factor=2.0) if size is None else F.interpolate(x, size=size)
+
+
 def _without_bias(x: Tensor, conv: nn.Conv2d) -> Tensor:
-    return F.conv2d(_channels_last(x), conv.weight, None, conv.stride, conv.padding)
+    x = _channels_last(x)
+    if _few_pixels(x, conv):
+        h = F.linear(_kernels().neighbours(x), conv.weight.permute(0, 2, 3, 1).flatten(1))  # a view of the weight
+        return from_tokens(h, x)
+    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
+
+
+def _few_pixels(x: Tensor, conv: nn.Conv2d) -> bool:
+    """Whether a convolution reads so few pixels that it is faster as one matrix product."""
+    common = conv.kernel_size == (3, 3) and conv.stride == conv.padding == conv.dilation == (1, 1) and conv.groups == 1
+    return (
+        common
+        and x.shape[0] * x.shape[2] * x.shape[3] <= _FEW_PIXELS
+        and conv.weight.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -287,6 +323,24 @@ def _rows_for(x: Tensor | Quantized, *layers: nn.Module) -> Tensor | Quantized:
     return rows
 
 
+def few_keys(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    """Whether an attention is the fused one over few keys, as that on a text is."""
+    return (
+        fused(q)
+        and q.dtype != torch.float32
+        and k.shape[2] <= _kernels().MOST_KEYS
+        and q.shape[3] <= 160
+        and k.shape[0] == q.shape[0]
+        and (mask is None or (mask.dtype == torch.bool and mask.shape == (len(q), 1, 1, k.shape[2])))
+    )
+
+
+def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q kᵀ / √d) v where `few_keys` says so; the heads of the result lie beside each other in memory."""
+    attended: Tensor = _kernels().attend_few(q, k, v, mask)
+    return attended
+
+
 # --- several layers as one product --------------------------------------------------------------------------------
 
 
@@ -307,28 +361,25 @@ def linears(x: Tensor | Quantized, *layers: nn.Linear) -> Sequence[Tensor]:
 
 def _product(x: Quantized, weight: Tensor, bias: Tensor | None, layers: Sequence[nn.Linear]) -> Tensor:
     """Several fp8 layers, whose weights and scales lie one behind another, as one product."""
-    scales = _as_one([layer._buffers["scale"] for layer in layers])
+    scales = _as_one([layer._parameters["scale"] for layer in layers])
     assert scales is not None, "weights are packed with their scales"
     emulated = any(isinstance(layer, Fp8Linear) and layer.emulated for layer in layers)
     return quantize.product(x, weight, scales, bias, emulated=emulated)
 
 
 def pack(*layers: nn.Linear) -> None:
-    """Gives layers that read the same input new parameters, and fp8 ones new scales, which are views of one storage.
+    """Gives layers that read the same input new parameters, which are views of one storage.
 
     To be done where the weights stay: moving or converting them takes them apart again.
     """
     for name in ("weight", "bias", "scale"):
-        parts = [layer._parameters.get(name, layer._buffers.get(name)) for layer in layers]
+        parts = [layer._parameters.get(name) for layer in layers]
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts) or _as_one(whole) is not None or len({part.dtype for part in whole}) > 1:
             continue
         joined = torch.cat([part.detach() for part in whole])
         for layer, part, piece in zip(layers, whole, joined.split([len(part) for part in whole]), strict=True):
-            if name in layer._buffers:
-                layer._buffers[name] = piece
-            else:
-                layer._parameters[name] = nn.Parameter(piece, requires_grad=part.requires_grad)
+            layer._parameters[name] = nn.Parameter(piece, requires_grad=part.requires_grad)
 
 
 def packed(*layers: nn.Linear) -> bool:

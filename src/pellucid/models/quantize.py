@@ -36,14 +36,14 @@ _NATIVE = (8, 9)  # the compute capability of the first GPUs that multiply e4m3
 class Fp8Linear(nn.Linear):
     """A linear layer with an e4m3 weight (out, in); its input is Quantized or becomes it, its output is bfloat16."""
 
-    scale: Tensor  # (out,) float32
+    scale: nn.Parameter  # (out,) float32; a parameter, so that whatever holds or compares weights counts it
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         values, scale = quantize_rows(layer.weight.detach())
         self.weight = nn.Parameter(values, requires_grad=False)
-        self.register_buffer("scale", scale.flatten())
+        self.scale = nn.Parameter(scale.flatten(), requires_grad=False)
         self.register_parameter("bias", layer.bias)
         self.emulated = False  # even where the device could multiply e4m3
 
@@ -57,12 +57,12 @@ class Fp8Linear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves as every module does; another dtype is for the bias alone."""
-        values, scale = self.weight.detach(), self.scale
+        values, scale = self.weight.detach(), self.scale.detach()
         super()._apply(fn, recurse)
         if self.weight.dtype != E4M3:
             self.weight = nn.Parameter(values.to(self.weight.device), requires_grad=False)
         if self.scale.dtype != torch.float32:
-            self.scale = scale.to(self.scale.device)
+            self.scale = nn.Parameter(scale.to(self.scale.device), requires_grad=False)
         return self
 
 

@@ -206,12 +206,70 @@ def add_bias(x, h, bias, y, rows, units, scale, ROWS: tl.constexpr, LANES: tl.co
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (c < channels)[None, :]
     at = row.to(tl.int64)[:, None] * channels + c[None, :]
-    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + tl.load(h + at, mask=inside, other=0.0).to(
-        tl.float32
-    )
+    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if h is not None:
+        total += tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
     tl.store(y + at, (total * scale).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=("height", "width"))
+def enlarge(x, y, rows, height, width, units, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr):
+    """Every pixel four times; rows, height and width are those of the result."""
+    channels = units * V
+    c = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & (c < channels)[None, :]
+    line = row // width  # of all images, one below the other: each has an even number
+    source = (line // 2) * (width // 2) + (row % width) // 2
+    v = tl.load(x + source.to(tl.int64)[:, None] * channels + c[None, :], mask=inside, other=0.0)
+    tl.store(y + row.to(tl.int64)[:, None] * channels + c[None, :], v, mask=inside)
+
+
+@triton.jit(do_not_specialize=("height", "width"))
+def neighbours(x, y, rows, height, width, units, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr):
+    """The 3 × 3 pixels around each pixel, one behind another; zeros beyond the edge."""
+    channels = units * V
+    tap = tl.program_id(2)
+    down, right = tap // 3 - 1, tap % 3 - 1
+    c = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & (c < channels)[None, :]
+    line, column = row // width % height + down, row % width + right
+    there = (line >= 0) & (line < height) & (column >= 0) & (column < width)
+    source = (row + down * width + right).to(tl.int64)
+    v = tl.load(x + source[:, None] * channels + c[None, :], mask=inside & there[:, None], other=0.0)
+    tl.store(y + (row.to(tl.int64)[:, None] * 9 + tap) * channels + c[None, :], v, mask=inside)
+
+
+@triton.jit(do_not_specialize=("length", "keys", "mask_stride"))
+def attend_few(
+    q, k, v, mask, out, length, keys, heads, factor,
+    q_image, q_head, q_row, k_image, k_head, k_row, v_image, v_head, v_row, mask_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """softmax(q kᵀ · factor) v of one head over all of its keys at once; `factor` has log2(e) in it."""
+    image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    key, c = tl.arange(0, KEYS), tl.arange(0, LANES)
+    wide, held, inside = (c < WIDTH)[None, :], (key < keys)[:, None], (row < length)[:, None]
+    own = image.to(tl.int64)
+    from_q = q + own * q_image + head * q_head + row[:, None] * q_row + c[None, :]
+    from_k = k + own * k_image + head * k_head + key[:, None] * k_row + c[None, :]
+    from_v = v + own * v_image + head * v_head + key[:, None] * v_row + c[None, :]
+    asked = tl.load(from_q, mask=inside & wide, other=0.0)
+    given = tl.load(from_k, mask=held & wide, other=0.0)
+    value = tl.load(from_v, mask=held & wide, other=0.0)
+    seen = key < keys
+    if mask is not None:
+        seen = seen & (tl.load(mask + own * mask_stride + key, mask=seen, other=0) != 0)
+    logits = tl.where(seen[None, :], tl.dot(asked, tl.trans(given)) * factor, float("-inf"))
+    share = tl.exp2(logits - tl.max(logits, 1)[:, None])
+    total = tl.sum(share, 1)
+    made = tl.dot(share.to(value.dtype), value) / total[:, None]
+    to = ((own * length + row)[:, None] * heads + head) * WIDTH + c[None, :]
+    tl.store(out + to, made.to(out.dtype.element_ty), mask=inside & wide)
 
 
 @triton.jit

@@ -346,7 +346,7 @@ class UNet(Descent):
         mask = None if context_mask is None else context_mask[:, None, None, :].bool()
         inputs = BlockInputs(embedding, context, mask, image, perturbed, skipped, text, hoisted)
 
-        x, skips = self.descend(self.conv_in(ops.arrange(x)), inputs)
+        x, skips = self.descend(ops.conv(ops.arrange(x), self.conv_in), inputs)
         if residuals is not None:
             skips = [skip + extra for skip, extra in zip(skips, residuals[0], strict=True)]
         if self.mid_block is not None:

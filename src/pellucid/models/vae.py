@@ -220,7 +220,7 @@ class Encoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], 2 * c.latent_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(ops.arrange(x))  # (B, C₀, H, W)
+        x = ops.conv(ops.arrange(x), self.conv_in)  # (B, C₀, H, W)
         for block in self.down_blocks:
             x = block(x)  # (B, C, H/2, W/2), the last at its size
         x = self.mid_block(x)  # (B, C, H/f, W/f)
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], c.out_channels, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
-        x = self.conv_in(ops.arrange(z))  # (B, C, h, w)
+        x = ops.conv(ops.arrange(z), self.conv_in)  # (B, C, h, w)
         x = self.mid_block(x)
         for block in self.up_blocks:
             x = block(x)  # (B, C, 2h, 2w), the last at its size

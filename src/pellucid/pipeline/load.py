@@ -9,6 +9,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch import nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import source
@@ -17,6 +18,7 @@ from pellucid.interop.family import check_fit
 from pellucid.models import attention, quantize
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
+from pellucid.pipeline.cpu_speed import measure
 from pellucid.pipeline.encoders.text import add_inversions, read_inversion
 from pellucid.pipeline.model import networks_of, set_memory_format
 from pellucid.pipeline.peer_words import LOAD, option_error
@@ -25,6 +27,7 @@ from pellucid.pipeline.policy import Policy
 
 PathLike = str | os.PathLike[str]
 STORED = "stored"  # a dtype: that of the files, on a CPU too
+AUTO = "auto"  # a dtype: on a CPU the faster one, measured; elsewhere that of the files
 
 
 def load(
@@ -47,8 +50,9 @@ def load(
     `vae` and `image_encoder` are folders or files of other ones to use; of a whole CLIP it is the vision half.
     `inversions` are textual inversion files, whose names then work in prompts. Weights keep the dtype of their files,
     except float16 on a CPU, where it is slow: float32 there, unless `dtype` is "stored". With "fp8" the large linear
-    layers of the denoising network are in e4m3 and the rest of the model is in bfloat16: see `models.quantize`. What
-    the files contradict is in `pipe.components.notes`.
+    layers of the denoising network are in e4m3 and the rest of the model is in bfloat16: see `models.quantize`. With
+    "auto" a CPU takes bfloat16, and the channels innermost, where a short measurement finds them faster. What the files
+    contradict is in `pipe.components.notes`.
     """
     for name, value in unknown.items():
         raise option_error(name, value, signature(load).parameters, LOAD)
@@ -60,6 +64,8 @@ def load(
     goal = source.place(device) or default_device()
     policy.check(goal)
     early = None if policy.offload != "none" else goal
+    if dtype == AUTO:
+        dtype, policy = _measured(goal, policy)
     named = quantize.REST if dtype == quantize.FP8 else dtype
     kind: dict[str, Any] = {"dtype": None if named == STORED else named, "device": early}
     parts = source.read_components(
@@ -84,6 +90,8 @@ def load(
     if parts.vae is not None and _leaves_float16(parts.vae):
         parts.vae.float()
         parts = replace(parts, notes=(*parts.notes, "the VAE works in float32: its config says force_upcast"))
+    if goal.type == "cpu" and any(_dtype_of(network) == torch.float16 for network in networks_of(parts)):
+        parts = replace(parts, notes=(*parts.notes, _SLOW_HALF.format(measure().dtype).replace("torch.", "")))
     if policy.does("channels_last", goal):
         set_memory_format(parts, torch.channels_last)
     if policy.does("fused", goal) and policy.offload == "none":
@@ -92,10 +100,29 @@ def load(
     return Pipeline(parts, policy, goal)
 
 
+_SLOW_HALF = "float16 is slow on a CPU, many times slower than {0}: use --dtype {0}, or auto, which measures"
+
+
+def _dtype_of(network: nn.Module) -> torch.dtype:
+    return next(network.parameters()).dtype
+
+
+def _measured(device: torch.device, policy: Policy) -> tuple[torch.dtype | None, Policy]:
+    """The dtype that a device is fast in, and the policy, with the channels innermost where a CPU gains by that.
+
+    Both are in the recipe, which repeats the image on any machine.
+    """
+    if device.type != "cpu":
+        return None, policy
+    speed = measure()
+    last = speed.dtype == torch.bfloat16 and speed.prefers_channels_last and "channels_last" not in policy.without
+    return speed.dtype, replace(policy, channels_last=True) if last else policy
+
+
 def widen(parts: Components) -> None:
     """Float16 to float32: a CPU takes some thirty times as long in float16."""
     for network in networks_of(parts):
-        if next(network.parameters()).dtype == torch.float16:
+        if _dtype_of(network) == torch.float16:
             network.float()
 
 
@@ -111,7 +138,7 @@ def _in_fp8(parts: Components, device: torch.device) -> list[str]:
 
 def _leaves_float16(vae: Any) -> bool:
     """Whether a VAE's activations leave the range of the float16 that it is in; SDXL's do."""
-    return bool(getattr(vae.config, "force_upcast", False)) and next(vae.parameters()).dtype == torch.float16
+    return bool(getattr(vae.config, "force_upcast", False)) and _dtype_of(vae) == torch.float16
 
 
 def _component(path: PathLike, kinds: Any, name: str, kind: dict[str, Any]) -> Any:

@@ -95,7 +95,8 @@ class Policy:
         for name in ("vae_slicing", "channels_last", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise PellucidError(rule(name, "True or False", getattr(self, name)), "policy")
-        given = self.without.split(",") if isinstance(self.without, str) else list(self.without)
+        without: Any = self.without  # a text where the command line gave it
+        given = without.split(",") if isinstance(without, str) else list(without)
         for part in (part.strip() for part in given):
             if part not in FAST:
                 raise PellucidError(rule("without", f"of {', '.join(FAST)}", part, nearest(part, FAST)), "policy")

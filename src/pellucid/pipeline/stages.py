@@ -298,7 +298,7 @@ class Stages:
         self.policy.check(self.device)
 
     def copy(self) -> Stages:
-        """Another run that goes on from the stages taken so far."""
+        """Another run that continues from the stages taken so far."""
         return replace(self, taken=list(self.taken))
 
     @contextmanager

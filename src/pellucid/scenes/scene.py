@@ -69,7 +69,7 @@ def one_of(name: str, value: str, known: Sequence[str]) -> int:
 
 
 def place_of(x: float, y: float) -> str:
-    """The ninth of the image that a point lies in."""
+    """The ninth of the image in which a point is."""
     column, row = (sum(v > cut for cut in PLACE_CUTS) for v in (x, y))
     return w.PLACE_NAMES[3 * row + column]
 

@@ -160,7 +160,7 @@ class LatentSource:
         return lambda name: self.rows(name, asked, device)
 
     def rows(self, name: str, asked: Tensor, device: torch.device) -> Tensor:
-        """The rows (B, …) of a tensor that lies in shards."""
+        """The rows (B, …) of a tensor stored in shards."""
         first = self.shards[0][name]
         found = torch.empty((len(asked), *first.shape[1:]), dtype=first.dtype, pin_memory=device.type == "cuda")
         numbers = asked // self.cache.per_shard

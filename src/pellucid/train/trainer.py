@@ -319,7 +319,7 @@ class Trainer:
             for name in self.checkpoints.damaged:
                 journal.say(f"damaged checkpoint, so the one before it is taken: {name}")
             if other:
-                journal.note(first, f"goes on from step {first} with other data than it began with: {other}")
+                journal.note(first, f"continues from step {first} with other data than it began with: {other}")
             for length in self.config.ema:
                 if _LONG * length > (images := self.config.steps * self.config.batch):
                     journal.say(

@@ -84,7 +84,7 @@ class Unit(nn.Module):
         return F.conv2d(x, weight, bias, self.conv.stride, self.conv.padding).relu_()
 
 
-class Mixed(nn.Module):
+class InceptionBlock(nn.Module):
     """Chains of units on one input, joined by channel; the last chain begins with a pool, and may be only that."""
 
     def __init__(self, channels: int, chains: list[list[Step]], pool: Pool) -> None:
@@ -111,9 +111,9 @@ class Mixed(nn.Module):
         return torch.cat(ends, 1)
 
 
-def _block_35(channels: int, pooled: int) -> Mixed:
+def _block_35(channels: int, pooled: int) -> InceptionBlock:
     """At 35 × 35: 1×1, 5×5, two 3×3, pool."""
-    return Mixed(
+    return InceptionBlock(
         channels,
         [
             [{"branch1x1": _square(64, 1)}],
@@ -129,8 +129,8 @@ def _block_35(channels: int, pooled: int) -> Mixed:
     )
 
 
-def _block_35_to_17(channels: int) -> Mixed:
-    return Mixed(
+def _block_35_to_17(channels: int) -> InceptionBlock:
+    return InceptionBlock(
         channels,
         [
             [{"branch3x3": _square(384, 3, stride=2)}],
@@ -145,9 +145,9 @@ def _block_35_to_17(channels: int) -> Mixed:
     )
 
 
-def _block_17(channels: int, inner: int) -> Mixed:
+def _block_17(channels: int, inner: int) -> InceptionBlock:
     """At 17 × 17: 1×1, 7×7 in two strips, twice 7×7 in four strips, pool."""
-    return Mixed(
+    return InceptionBlock(
         channels,
         [
             [{"branch1x1": _square(192, 1)}],
@@ -165,8 +165,8 @@ def _block_17(channels: int, inner: int) -> Mixed:
     )
 
 
-def _block_17_to_8(channels: int) -> Mixed:
-    return Mixed(
+def _block_17_to_8(channels: int) -> InceptionBlock:
+    return InceptionBlock(
         channels,
         [
             [{"branch3x3_1": _square(192, 1)}, {"branch3x3_2": _square(320, 3, stride=2)}],
@@ -182,9 +182,9 @@ def _block_17_to_8(channels: int) -> Mixed:
     )
 
 
-def _block_8(channels: int, pool: Pool) -> Mixed:
+def _block_8(channels: int, pool: Pool) -> InceptionBlock:
     """At 8 × 8: 1×1, 3×3 forked into strips, two 3×3 of which the last is forked, pool."""
-    return Mixed(
+    return InceptionBlock(
         channels,
         [
             [{"branch1x1": _square(320, 1)}],

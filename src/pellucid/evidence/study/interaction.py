@@ -123,7 +123,7 @@ class InteractionCell(NamedTuple):
 
 
 class InteractionStudy(Study[InteractionStudyConfig, InteractionCell]):
-    """Each model is a sampler study, which goes on by itself and has the records; `pipes` are used by name in place of
+    """Each model is a sampler study, which resumes by itself and has the records; `pipes` are used by name in place of
     loading. Models, samplers and steps may be added."""
 
     kind = "interaction"

@@ -5,7 +5,7 @@ records, and how that is reported; `tests/evidence/test_study_kernel.py` is a wh
 
     found = run_study(RootStudy, RootConfig((2.0, 3.0)), Path("out/roots"), processes=2)
 
-The folder belongs to one config. Every finished cell is one JSON line, so that a study that was killed goes on; a line
+The folder belongs to one config. Every finished cell is one JSON line, so that a killed study resumes; a line
 whose digest does not match is a cell that is made again.
 """
 
