@@ -370,7 +370,7 @@ def quantize(
     at = row.to(tl.int64)[:, None] * channels + c
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if GELU:
-        v *= tl.sigmoid(_TANH_GELU * (v + 0.044715 * v * v * v))
+        v *= tl.sigmoid((v + 0.044715 * v * v * v) * _TANH_GELU)
         v = v.to(x.dtype.element_ty).to(tl.float32)  # the same numbers as those of the GELU and this in turn
     _store_quantized(v, values, scales, at, row, rows, inside)
 
@@ -473,7 +473,7 @@ def normals(seeds, draws, weights, out, count, n, PATH: tl.constexpr, BLOCK: tl.
             visit = tl.load(address + 1).to(tl.uint32, bitcast=True)
             w0, w1, w2, w3 = tl.philox(seed, counter, none + interval, none + visit, none + PATH)
             near, far = tl.sqrt(-2.0 * tl.log(_uniform(w0))), tl.sqrt(-2.0 * tl.log(_uniform(w2)))
-            turn, other = _TURN * _uniform(w1), _TURN * _uniform(w3)
+            turn, other = _uniform(w1) * _TURN, _uniform(w3) * _TURN
             z0 += weight * (near * tl.cos(turn)).to(tl.float32)
             z1 += weight * (far * tl.cos(other)).to(tl.float32)
             z2 += weight * (near * tl.sin(turn)).to(tl.float32)
