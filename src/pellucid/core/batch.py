@@ -308,9 +308,10 @@ class _Lane:
         """The denoiser for the images of this lane and of another entry, or None where they cannot share calls."""
         if not self.bound:
             return self.denoiser if entry.denoiser is self.denoiser else None
-        if not isinstance(self.denoiser, _Merges) or not isinstance(entry.denoiser, BindsToRun):
+        other: Any = entry.denoiser
+        if not isinstance(self.denoiser, _Merges) or not isinstance(other, BindsToRun):
             return None
-        return self.denoiser.merge(entry.denoiser.bind(entry.plans))
+        return self.denoiser.merge(other.bind(entry.plans))
 
     def predict(self, x: Tensor) -> Prediction:
         """x0 of the lane's images at the levels of their rows."""
@@ -334,7 +335,8 @@ class _Lane:
         """What led to x0, by name, for each entry."""
         if len(self.entries) == 1:
             return [found.parts]
-        parts, at = [], 0
+        parts: list[Mapping[str, Tensor]] = []
+        at = 0
         for entry in self.entries:
             parts.append(_Part(found.parts, slice(at, at + len(entry.images))))
             at += len(entry.images)

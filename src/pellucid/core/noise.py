@@ -265,8 +265,9 @@ class PerImage:
 
     def discard(self, like: Tensor, images: Sequence[int]) -> None:
         for k, i in enumerate(images):
-            if hasattr(self.sources[i], "discard"):
-                self.sources[i].discard(like[k : k + 1], [0])
+            discard = getattr(self.sources[i], "discard", None)
+            if discard is not None:
+                discard(like[k : k + 1], [0])
 
 
 def draw(source: NoiseSource, row: Row, pre: bool, like: Tensor, images: Sequence[int]) -> Tensor:

@@ -140,14 +140,14 @@ class DiT(nn.Module):
             labels = self.check_label_shape(labels, x.shape[0])
             rows = self.time_rows(check_time(time, x.shape[0]), labels=labels)
         else:
-            rows = hoisted.split(self.row_widths, dim=1)
+            rows = hoisted.split_with_sizes(self.row_widths, dim=1)
         patch, (height, width) = self.config.patch_size, x.shape[-2:]
         x, update = self.pos_embed(x), None  # (B, L, D)
         for index, block in _walk(cast("Sequence[ClassBlock]", self.transformer_blocks), perturbed, skipped):
             x, update = block(x, update, rows[index], identity=index in perturbed)
         shift, scale = rows[-1].chunk(2, dim=1)  # (B, D) each
-        _, x = ops.residual_modulate(x, update, shift, scale, _NORM_EPS)
-        return unpatch(self.proj_out_2(x), height // patch, width // patch, patch)
+        _, last = ops.residual_modulate(x, update, shift, scale, _NORM_EPS)
+        return unpatch(ops.linear(last, self.proj_out_2), height // patch, width // patch, patch)
 
     @property
     def row_widths(self) -> tuple[int, ...]:
@@ -272,7 +272,7 @@ class PixArt(nn.Module):
             self.check_sizes(sizes, x.shape[0])
             rows = self.time_rows(check_time(time, x.shape[0]), sizes=sizes)
         else:
-            rows = hoisted.split(self.row_widths, dim=1)
+            rows = hoisted.split_with_sizes(self.row_widths, dim=1)
         patch, (height, width) = self.config.patch_size, x.shape[-2:]
         x, update = self.pos_embed(x), None  # (B, L, D)
         # added to the logits; finite, so that a text without any token seen is no division by zero
@@ -280,8 +280,8 @@ class PixArt(nn.Module):
         for index, block in _walk(cast("Sequence[TextBlock]", self.transformer_blocks), perturbed, skipped):
             x, update = block(x, update, rows[index], context, mask, identity=index in perturbed, text=text)
         shift, scale = rows[-1].chunk(2, dim=1)  # (B, D) each
-        _, x = ops.residual_modulate(x, update, shift, scale, _NORM_EPS)
-        return unpatch(self.proj_out(x), height // patch, width // patch, patch)
+        _, last = ops.residual_modulate(x, update, shift, scale, _NORM_EPS)
+        return unpatch(ops.linear(last, self.proj_out), height // patch, width // patch, patch)
 
     @property
     def row_widths(self) -> tuple[int, ...]:
@@ -296,7 +296,7 @@ class PixArt(nn.Module):
         return (*rows, (self.scale_shift_table + condition[:, None]).flatten(1))
 
     def text_attentions(self) -> list[Attention]:
-        return [block.attn2 for block in self.transformer_blocks]
+        return [cast(Attention, block.attn2) for block in cast("Iterable[TextBlock]", self.transformer_blocks)]
 
     def text_tokens(self, context: Tensor) -> tuple[TextTokens, ...]:
         context = self.caption_projection(self.check_context(context, None, len(context)))  # (N, S, D)

@@ -398,7 +398,7 @@ class GuidedRun:
         if not asking:
             found = {"cond": read(out, x)}
         else:
-            uncond, cond = read(out, x, len(asking) + count).split([len(asking), count])
+            uncond, cond = read(out, x, len(asking) + count).split_with_sizes([len(asking), count])
             # an image that is not guided has the prediction with its prompt
             found = {"cond": cond, "uncond": uncond if len(asking) == count else _spread(uncond, asking, cond)}
         for group in self.groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -39,7 +39,8 @@ class Hoistable(Protocol):
         """How many numbers the network makes of one time, part by part."""
         ...
 
-    def time_rows(self, time: Tensor, **conditions: Tensor) -> tuple[Tensor, ...]:
+    @property
+    def time_rows(self) -> Callable[..., tuple[Tensor, ...]]:
         """What the network makes of times (T,) and as many conditions: (T, width) for each of `row_widths`."""
         ...
 

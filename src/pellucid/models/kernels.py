@@ -339,7 +339,7 @@ def normals(seeds: Tensor, draws: Tensor, weights: Tensor, n: int, out: Tensor) 
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *rest: Any, **options: Any) -> None:
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         kernel[grid](x, *rest, **options)
 
 

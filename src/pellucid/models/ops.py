@@ -195,7 +195,7 @@ def tokens(x: Tensor) -> Tensor:
 
 def from_tokens(h: Tensor, like: Tensor) -> Tensor:
     """Tokens (B, H·W, C) as the pixels (B, C, H, W) of a feature map."""
-    return h.transpose(1, 2).unflatten(2, like.shape[2:])
+    return h.transpose(1, 2).unflatten(2, like.shape[2:])  # type: ignore[no-untyped-call]
 
 
 def project_in(x: Tensor, layer: nn.Linear | nn.Conv2d) -> Tensor:
@@ -287,7 +287,7 @@ def linear_gelu(
         return F.gelu(h, approximate=approximate)
     if approximate == "tanh" and layer.bias is not None and fused(x, layer):
         h = torch._addmm_activation(layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True)
-        return h.unflatten(0, x.shape[:-1])
+        return h.reshape(*x.shape[:-1], -1)
     return F.gelu(layer(x), approximate=approximate)
 
 
@@ -355,7 +355,7 @@ def linears(x: Tensor | Quantized, *layers: nn.Linear) -> Sequence[Tensor]:
         bias = _as_one([layer.bias for layer in layers])
         if weight is not None and (bias is not None or all(layer.bias is None for layer in layers)):
             y = F.linear(x, weight, bias) if isinstance(x, Tensor) else _product(x, weight, bias, layers)
-            return y.split([layer.out_features for layer in layers], dim=-1)
+            return y.split_with_sizes([layer.out_features for layer in layers], dim=-1)
     return [layer(x) for layer in layers]
 
 
@@ -378,7 +378,7 @@ def pack(*layers: nn.Linear) -> None:
         if len(whole) < len(parts) or _as_one(whole) is not None or len({part.dtype for part in whole}) > 1:
             continue
         joined = torch.cat([part.detach() for part in whole])
-        for layer, part, piece in zip(layers, whole, joined.split([len(part) for part in whole]), strict=True):
+        for layer, part, piece in zip(layers, whole, joined.split_with_sizes([len(part) for part in whole]), strict=True):
             layer._parameters[name] = nn.Parameter(piece, requires_grad=part.requires_grad)
 
 

@@ -58,7 +58,7 @@ class Fp8Linear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves as every module does; another dtype is for the bias alone."""
         values, scale = self.weight.detach(), self.scale.detach()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight.dtype != E4M3:
             self.weight = nn.Parameter(values.to(self.weight.device), requires_grad=False)
         if self.scale.dtype != torch.float32:
@@ -105,7 +105,7 @@ def product(rows: Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None,
     else:
         wide = F.linear(a.float(), weight.float()).mul_(rows.scale).mul_(scale)
         y = (wide if bias is None else wide.add_(bias)).to(REST)
-    return y.unflatten(0, rows.values.shape[:-1])
+    return y.reshape(*rows.values.shape[:-1], -1)
 
 
 def native(device: torch.device) -> bool:
