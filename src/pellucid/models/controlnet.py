@@ -149,7 +149,8 @@ class Controlled(nn.Module):
         shared = {k: v for k, v in inputs.items() if k in ("labels", "pooled", "sizes", "context_mask")}
         parts = self.parts
         texts = text or ((),) * len(parts)
-        rows = (None,) * len(parts) if hoisted is None else hoisted.split_with_sizes([sum(p.row_widths) for p in parts], dim=1)
+        widths = [sum(part.row_widths) for part in parts]
+        rows = (None,) * len(parts) if hoisted is None else hoisted.split_with_sizes(widths, dim=1)
         total: Residuals | None = None
         for controlnet, hint, *told in zip(self.parts[1:], control, texts[1:], rows[1:], strict=bool(control)):
             if hint is None:

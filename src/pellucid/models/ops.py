@@ -377,8 +377,8 @@ def pack(*layers: nn.Linear) -> None:
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts) or _as_one(whole) is not None or len({part.dtype for part in whole}) > 1:
             continue
-        joined = torch.cat([part.detach() for part in whole])
-        for layer, part, piece in zip(layers, whole, joined.split_with_sizes([len(part) for part in whole]), strict=True):
+        pieces = torch.cat([part.detach() for part in whole]).split_with_sizes([len(part) for part in whole])
+        for layer, part, piece in zip(layers, whole, pieces, strict=True):
             layer._parameters[name] = nn.Parameter(piece, requires_grad=part.requires_grad)
 
 
