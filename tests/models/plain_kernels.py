@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pellucid.core.noise import PATH, gaussian
 from pellucid.models import ops
 from pellucid.models.kernels import Quantized
 from pellucid.models.quantize import quantize_rows
@@ -105,6 +106,15 @@ class PlainKernels:
             columns = F.unfold(x, 3, padding=1).unflatten(1, (x.shape[1], 9))  # (B, C, 9, H·W)
             return columns.permute(0, 3, 2, 1).flatten(2)
 
+    def normals(self, seeds: Tensor, draws: Tensor, weights: Tensor, n: int, out: Tensor) -> None:
+        self.calls["normals"] += 1
+        for i, seed in enumerate(seeds.tolist()):
+            numbers = torch.zeros(n)
+            for (interval, visit), weight in zip(draws[i].tolist(), weights[i].tolist(), strict=True):
+                if weight:
+                    numbers += weight * gaussian(seed % 2**64, (n,), (interval, visit, PATH), numbers)
+            out[i] = numbers.reshape(out[i].shape)
+
     def attend_few(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         self.calls["attend_few"] += 1
         with _disable_current_modes():
@@ -126,6 +136,6 @@ def fused_on_cpu() -> Iterator[PlainKernels]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "_DEVICE", "cpu")
-        patch.setattr(ops, "_kernels", lambda: kernels)
+        patch.setattr(ops, "kernels", lambda: kernels)
         patch.setattr(torch, "_addmm_activation", product_gelu)  # a CPU's takes the other GELU
         yield kernels

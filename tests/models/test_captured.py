@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from plain_kernels import fused_on_cpu
 from torch import Tensor, nn
 
-from pellucid import Clip, PellucidError, Philox, compile_plan, schedules
+from pellucid import Clip, PellucidError, Philox, TorchStream, compile_plan, schedules
 from pellucid.core import samplers
 from pellucid.core.batch import Batch, Entry, StepSeen
-from pellucid.models.captured import StepGraphs, bucket
+from pellucid.models.captured import StepGraphs, _draw_into, bucket
 from pellucid.models.guidance import Guidance
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.unet import UNet
@@ -161,6 +163,37 @@ def test_a_constraint_holds() -> None:
     drain(made[:1], None)
     drain(made[1:], StepGraphs())
     assert off(made[1].result, made[0].result) < 3e-6
+
+
+def test_all_noise_of_a_step_is_drawn_by_one_kernel() -> None:
+    """Images that draw nothing get zeros; churn and overlapping spans too; a seed of 64 bits keeps them."""
+    network, batch = Toy(), Batch()
+    for seed, name in ((3, "dpmpp_sde"), (2**64 - 5, "euler_a"), (4, "dpmpp_2m"), (5, "edm_stochastic")):
+        batch.join(entry(network, name, 9, seed, "1"))
+    assert batch.state is not None
+    drawn = Counter[str]()
+    with torch.no_grad():
+        for _ in range(9):
+            for pre in (True, False):
+                wanted, found = torch.zeros_like(batch.state.x), torch.zeros_like(batch.state.x)
+                batch.draw_into(wanted, pre)
+                with fused_on_cpu() as kernels:
+                    _draw_into(batch, found, pre)
+                assert torch.allclose(found, wanted, rtol=0, atol=2e-6)
+                assert set(kernels.calls) <= {"normals"}
+                drawn += kernels.calls
+            batch.step()
+    assert drawn["normals"] > 9  # the churn of some rows beside every row's own
+
+
+def test_noise_of_other_kinds_is_drawn_as_ever() -> None:
+    batch = Batch()
+    made = entry(Toy(), "euler_a", 4, 3, "1")
+    made.noise = TorchStream(3)
+    batch.join(made)
+    with torch.no_grad(), fused_on_cpu() as kernels:
+        _draw_into(batch, torch.zeros(1, *SHAPE), False)
+    assert not kernels.calls
 
 
 def test_registers_and_programs_are_used_again() -> None:

@@ -208,7 +208,7 @@ def test_other_dtypes_are_plain() -> None:
 @torch.no_grad()
 def test_without_the_kernels_all_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_DEVICE", "cpu")
-    monkeypatch.setattr(ops, "_kernels", lambda: None)
+    monkeypatch.setattr(ops, "kernels", lambda: None)
     network, given = unet("sd1"), inputs_of(CONFIGS["sd1"])
     want = network(**given)
     monkeypatch.undo()

@@ -7,7 +7,6 @@ Without CUDA the same program runs as it is, which is how tests compare it with 
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from pellucid.core import target as targets
 from pellucid.core.batch import Batch, Prediction, State, update
 from pellucid.core.denoiser import input_scale, read_output, sigma_data_of
 from pellucid.core.errors import PellucidError, is_out_of_memory
+from pellucid.core.noise import Philox
 from pellucid.core.plan import DEPTH
 from pellucid.core.schedule import Array, Level, Schedule, Target
 from pellucid.core.table import COLUMNS, Use, columns_of, plan_lines
@@ -314,8 +314,7 @@ class _Program:
         """x, the anchor and the history become those of the next row."""
         r = self.registers
         if uncond is None and _fused(r.x):
-            kernels = importlib.import_module("pellucid.models.kernels")
-            kernels.update_rows(
+            ops.kernels().update_rows(
                 table, r.cursor, r.active, r.x, r.anchor, *r.history, r.z, out, cond_at, uncond_at, x0_out=r.x0
             )
             return
@@ -344,11 +343,34 @@ def _fused(x: Tensor) -> bool:
 def _packed_input(r: _Registers, slot: Tensor, dtype: torch.dtype) -> Tensor:
     """x of every call, scaled as the network was trained."""
     if _fused(r.x):
-        kernels = importlib.import_module("pellucid.models.kernels")
-        packed: Tensor = kernels.scaled_input(r.called, r.table, r.cursor, slot, dtype)
+        packed: Tensor = ops.kernels().scaled_input(r.called, r.table, r.cursor, slot, dtype)
         return packed
     scale = r.table[:, :, COLUMNS["in_scale"]].gather(1, r.cursor[:, None]).reshape(-1, *([1] * (r.x.ndim - 1)))
     return (r.called * scale)[slot].to(dtype)
+
+
+def _draw_into(batch: Batch, register: Tensor, pre: bool) -> None:
+    """Writes the noise of the rows that come next where there is some: by one kernel, where all of it is Philox's."""
+    asked = [
+        (entry.noise, image, row.pre_draws if pre else row.draws)
+        for entry in batch.entries
+        for image, row in zip(entry.images, entry.rows, strict=True)
+    ]
+    most = max(len(draws) for _, _, draws in asked)
+    if most == 0:
+        return
+    if not _fused(register) or any(draws and type(noise) is not Philox for noise, _, draws in asked):
+        batch.draw_into(register, pre)
+        return
+    seeds = np.zeros(len(asked), np.uint64)
+    addresses, weights = np.zeros((len(asked), most, 2), np.uint32), np.zeros((len(asked), most), np.float32)
+    for i, (noise, image, draws) in enumerate(asked):
+        if draws:
+            seeds[i] = noise.seeds[image]  # type: ignore[attr-defined]
+            addresses[i, : len(draws)] = [(d.interval & 0xFFFFFFFF, d.visit & 0xFFFFFFFF) for d in draws]
+            weights[i, : len(draws)] = [d.weight for d in draws]
+    told = (seeds.view(np.int64), addresses.view(np.int32), weights)
+    ops.kernels().normals(*(torch.from_numpy(part).to(register.device) for part in told), register[0].numel(), register)
 
 
 # --- One batch --------------------------------------------------------------------------------------------------------
@@ -424,8 +446,8 @@ class DeviceStepper:
         rows = [image.plan.rows[i] for image, i in zip(run.images, index, strict=True) if image.plan is not None]
         levels = [row.level for row in rows]
         program = self.program_of(run, _Pattern.of(run, levels))
-        batch.draw_into(registers.pre[:count], True)
-        batch.draw_into(registers.z[:count], False)
+        _draw_into(batch, registers.pre[:count], True)
+        _draw_into(batch, registers.z[:count], False)
         if self.capture and self.graphs.pool is None:
             self.graphs.pool = torch.cuda.graph_pool_handle()
         program.step(self.capture, self.graphs.pool)

@@ -44,13 +44,13 @@ def using(*, fused: bool) -> Iterator[None]:
 
 
 @cache
-def _kernels() -> Any:
+def kernels() -> Any:
     """The module of the fused kernels, or None where it cannot run."""
     try:
-        kernels = importlib.import_module("pellucid.models.kernels")  # needs triton, an optional import
+        module = importlib.import_module("pellucid.models.kernels")  # needs triton, an optional import
     except ImportError:
         return None
-    return kernels if kernels.available() else None
+    return module if module.available() else None
 
 
 def fused(x: Tensor, *layers: nn.Module | None) -> bool:
@@ -61,7 +61,7 @@ def fused(x: Tensor, *layers: nn.Module | None) -> bool:
         and not torch.compiler.is_compiling()
         and x.dtype in _DTYPES
         and _WANTED.get()
-        and _kernels() is not None
+        and kernels() is not None
         and not any(layer is not None and watched(layer) for layer in layers)
     )
 
@@ -128,7 +128,7 @@ def conv_residual(
     """(x + conv(h)) / output_scale; x goes through the 1×1 convolution `shortcut` where the channels differ."""
     if fused(x, conv, shortcut):
         x = x if shortcut is None else pointwise(x, shortcut)
-        return _kernels().add_bias(_channels_last(x), _without_bias(h, conv), conv.bias, 1.0 / output_scale)
+        return kernels().add_bias(_channels_last(x), _without_bias(h, conv), conv.bias, 1.0 / output_scale)
     h = conv(h)  # the shortcut only now, so that what came in is freed
     return _scaled((x if shortcut is None else shortcut(x)) + h, output_scale)
 
@@ -141,7 +141,7 @@ def pointwise(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def _group_norm(x: Tensor, norm: nn.GroupNorm, **more: Any) -> Tensor:
-    return _kernels().group_norm(_channels_last(x), norm.weight, norm.bias, norm.num_groups, norm.eps, **more)
+    return kernels().group_norm(_channels_last(x), norm.weight, norm.bias, norm.num_groups, norm.eps, **more)
 
 
 def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
@@ -149,21 +149,21 @@ def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
     if not fused(x, layer):
         return layer(x)
     h = _without_bias(x, layer)
-    return h if layer.bias is None else _kernels().add_bias(_channels_last(h), None, layer.bias)
+    return h if layer.bias is None else kernels().add_bias(_channels_last(h), None, layer.bias)
 
 
 def enlarge(x: Tensor, size: torch.Size | None = None) -> Tensor:
     """Twice the size, or the size given, by the nearest pixel."""
     twice = size is None or list(size) == [2 * side for side in x.shape[-2:]]
     if twice and fused(x):
-        return _kernels().enlarge(_channels_last(x))
+        return kernels().enlarge(_channels_last(x))
     return F.interpolate(x, scale_factor=2.0) if size is None else F.interpolate(x, size=size)
 
 
 def _without_bias(x: Tensor, conv: nn.Conv2d) -> Tensor:
     x = _channels_last(x)
     if _few_pixels(x, conv):
-        h = F.linear(_kernels().neighbours(x), conv.weight.permute(0, 2, 3, 1).flatten(1))  # a view of the weight
+        h = F.linear(kernels().neighbours(x), conv.weight.permute(0, 2, 3, 1).flatten(1))  # a view of the weight
         return from_tokens(h, x)
     return F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
 
@@ -209,7 +209,7 @@ def project_out(x: Tensor, h: Tensor, layer: nn.Linear | nn.Conv2d) -> Tensor:
     """x + the tokens h as pixels, through a linear layer or a 1×1 convolution."""
     if fused(x, layer):
         h = F.linear(h, layer.weight.flatten(1))
-        return from_tokens(_kernels().add_bias(tokens(_channels_last(x)), h, layer.bias), x)
+        return from_tokens(kernels().add_bias(tokens(_channels_last(x)), h, layer.bias), x)
     if isinstance(layer, nn.Conv2d):
         return x + layer(h.transpose(1, 2).reshape(x.shape))
     return x + layer(h).transpose(1, 2).reshape(x.shape)
@@ -218,7 +218,7 @@ def project_out(x: Tensor, h: Tensor, layer: nn.Linear | nn.Conv2d) -> Tensor:
 def tokens_residual(x: Tensor, h: Tensor, output_scale: float = 1.0) -> Tensor:
     """(x + the tokens h as pixels) / output_scale"""
     if fused(x):
-        total = _kernels().add_bias(tokens(_channels_last(x)), h, None, 1.0 / output_scale)
+        total = kernels().add_bias(tokens(_channels_last(x)), h, None, 1.0 / output_scale)
         return from_tokens(total, x)
     return _scaled(x + h.transpose(1, 2).reshape(x.shape), output_scale)
 
@@ -246,7 +246,7 @@ def residual_norm(
     """x + h, and its layer norm; fused, in fp8 where the layers that read it are."""
     if fused(x, norm):
         more = {"fp8": True} if in_fp8(*readers) else {}
-        summed, normed = _kernels().add_layer_norm(x, h, norm.weight, norm.bias, norm.eps, **more)
+        summed, normed = kernels().add_layer_norm(x, h, norm.weight, norm.bias, norm.eps, **more)
         return summed, normed
     x = residual(x, h)
     return x, norm(x)
@@ -264,7 +264,7 @@ def residual_modulate(
         more: dict[str, Any] = {"gate": gate, "scale": scale, "shift": shift}
         if in_fp8(*readers):
             more["fp8"] = True
-        summed, normed = _kernels().add_layer_norm(x, h, None, None, eps, **more)
+        summed, normed = kernels().add_layer_norm(x, h, None, None, eps, **more)
         return summed, normed
     x = residual(x, h, gate)
     return x, modulate(x, shift[:, None], scale[:, None], eps)
@@ -282,7 +282,7 @@ def linear_gelu(
     if isinstance(x, Quantized) or isinstance(layer, Fp8Linear):
         h = linear(x, layer)
         if approximate == "tanh" and in_fp8(reader) and fused(h):
-            rows: Quantized = _kernels().quantize(h, gelu=True)
+            rows: Quantized = kernels().quantize(h, gelu=True)
             return rows
         return F.gelu(h, approximate=approximate)
     if approximate == "tanh" and layer.bias is not None and fused(x, layer):
@@ -295,7 +295,7 @@ def gated_gelu(x: Tensor | Quantized, layer: nn.Linear, reader: nn.Linear | None
     """a · gelu(g), where a and g are the halves of layer(x); fused, in fp8 where `reader`, which reads it, is."""
     x = linear(x, layer)  # (B, L, 2 · inner); the name is taken over, so that what came in is freed
     if fused(x):
-        gated: Tensor | Quantized = _kernels().gated_gelu(x, **({"fp8": True} if in_fp8(reader) else {}))
+        gated: Tensor | Quantized = kernels().gated_gelu(x, **({"fp8": True} if in_fp8(reader) else {}))
         return gated
     x, gate = x.chunk(2, dim=-1)
     return x * F.gelu(gate)
@@ -319,7 +319,7 @@ def _rows_for(x: Tensor | Quantized, *layers: nn.Module) -> Tensor | Quantized:
     """x as the layers read it: rounded once, where all of them are in fp8."""
     if isinstance(x, Quantized) or not in_fp8(*layers):
         return x
-    rows: Quantized = _kernels().quantize(x) if fused(x) else quantize.quantize_rows(x)
+    rows: Quantized = kernels().quantize(x) if fused(x) else quantize.quantize_rows(x)
     return rows
 
 
@@ -328,7 +328,7 @@ def few_keys(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
     return (
         fused(q)
         and q.dtype != torch.float32
-        and k.shape[2] <= _kernels().MOST_KEYS
+        and k.shape[2] <= kernels().MOST_KEYS
         and q.shape[3] <= 160
         and k.shape[0] == q.shape[0]
         and (mask is None or (mask.dtype == torch.bool and mask.shape == (len(q), 1, 1, k.shape[2])))
@@ -337,7 +337,7 @@ def few_keys(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
 
 def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q kᵀ / √d) v where `few_keys` says so; the heads of the result lie beside each other in memory."""
-    attended: Tensor = _kernels().attend_few(q, k, v, mask)
+    attended: Tensor = kernels().attend_few(q, k, v, mask)
     return attended
 
 
