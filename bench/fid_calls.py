@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--names", default="", help="more of them, such as ddim:beta,unipc-2:karras")
     parser.add_argument("--first", type=int, default=10_000)
     parser.add_argument("--last", type=int, default=50_000)
-    parser.add_argument("--finalists", type=int, default=1, help="untuned set-ups that are judged by --last pictures")
+    parser.add_argument("--finalists", type=int, default=1, help="untuned set-ups that are judged on --last images")
     parser.add_argument("--reference", type=int, default=50_000, help="training images to compare with")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--dtype", help="float32, float16, bfloat16; as pellucid.load when not given")

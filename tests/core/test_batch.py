@@ -180,3 +180,34 @@ def test_streams_of_torch_beside_addressed_noise() -> None:
         one = run_batch([Job(plan, 3 + k, noise=kind(3 + k))], TOY, shape=SHAPE)
         assert torch.equal(together[k], one[0])
     assert not torch.equal(together[0], run_batch([Job(plans[0], 3)], TOY, shape=SHAPE)[0])
+
+
+def test_an_entry_that_cannot_begin_leaves_the_batch_as_it_was() -> None:
+    class Broken:
+        def begin_run(self, run: Any) -> None:
+            raise ValueError("no file")
+
+        def mark(self, work: str) -> None: ...
+
+        def __call__(self, seen: StepSeen) -> None: ...
+
+    batch, first = Batch(), entry("euler", 4, (1,))
+    batch.join(first)
+    batch.step()
+    with pytest.raises(ValueError, match="no file"):
+        batch.join(entry("heun", 3, (2,), observers=[Broken()]))
+    assert len(batch) == 1
+    drain(batch)
+    assert torch.equal(first.result, alone("euler", 4, (1,)))
+
+
+def test_an_error_of_cancelled_is_its_own_entry_s() -> None:
+    def broken() -> bool:
+        raise OSError("no answer")
+
+    batch, first, second = Batch(), entry("euler", 4, (1,)), entry("heun", 3, (2,), cancelled=broken)
+    batch.join(first)
+    batch.join(second)
+    drain(batch)
+    assert isinstance(second.error, OSError)
+    assert torch.equal(first.result, alone("euler", 4, (1,)))

@@ -137,6 +137,8 @@ def check_add_bias(draw: Draw) -> None:
     assert found.stride() == x.stride()
     close(found, total * scale, draw.dtype)
     close(kernels.add_bias(x, None, bias, scale), (total - h.double()) * scale, draw.dtype)
+    kernels.add_bias(x, h, bias, scale, out=h)
+    close(h, total * scale, draw.dtype)
 
 
 def check_enlarge(draw: Draw) -> None:

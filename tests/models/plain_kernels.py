@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import plain_update
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pellucid.core.noise import PATH, gaussian
+from pellucid.core.table import COLUMNS
 from pellucid.models import ops
 from pellucid.models.kernels import Quantized
 from pellucid.models.quantize import quantize_rows
@@ -46,7 +49,9 @@ class PlainKernels:
             y = y * (1 + film[0][:, :, None, None]) + film[1][:, :, None, None]
         return (F.silu(y) if silu else y).to(x.dtype).contiguous(memory_format=torch.channels_last)
 
-    def add_bias(self, x: Tensor, h: Tensor | None, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    def add_bias(
+        self, x: Tensor, h: Tensor | None, bias: Tensor | None = None, scale: float = 1.0, *, out: Tensor | None = None
+    ) -> Tensor:
         self.calls["add_bias"] += 1
         last = torch.channels_last if x.ndim == 4 else torch.contiguous_format
         assert x.is_contiguous(memory_format=last)
@@ -57,7 +62,12 @@ class PlainKernels:
             total = total + h.float()
         if bias is not None:
             total = total + (bias[:, None, None] if x.ndim == 4 else bias)
-        return (total * scale).to(x.dtype)
+        made = (total * scale).to(x.dtype)
+        if out is None:
+            return made
+        assert out is x or out is h
+        with _disable_current_modes():
+            return out.copy_(made)
 
     def add_layer_norm(
         self,
@@ -114,6 +124,22 @@ class PlainKernels:
                 if weight:
                     numbers += weight * gaussian(seed % 2**64, (n,), (interval, visit, PATH), numbers)
             out[i] = numbers.reshape(out[i].shape)
+
+    def scaled_input(self, x: Tensor, table: Tensor, cursor: Tensor, call_slot: Tensor, dtype: torch.dtype) -> Tensor:
+        self.calls["scaled_input"] += 1
+        scale = table[torch.arange(len(x)), cursor.clamp_max(table.shape[1] - 1), COLUMNS["in_scale"]]
+        return (x * scale[:, None, None, None])[call_slot].to(dtype).contiguous(memory_format=torch.channels_last)
+
+    def update_rows(
+        self, table: Tensor, cursor: Tensor, active: Tensor, *registers: Any, x0_out: Tensor | None = None
+    ) -> None:
+        self.calls["update_rows"] += 1
+        *state, z, cond, cond_at, uncond_at = registers
+        flat = [register.flatten(1) for register in (*state, z)]
+        made = plain_update(table, cursor, active, *flat, cond, cond_at, uncond_at)
+        for register, value in zip((*state, x0_out), made, strict=True):
+            on = active.reshape(-1, *([1] * (register.ndim - 1)))
+            register.copy_(torch.where(on, value.to(register).reshape(register.shape), register))
 
     def attend_few(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         self.calls["attend_few"] += 1

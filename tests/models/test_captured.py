@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections import Counter
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from pellucid import Clip, PellucidError, Philox, TorchStream, compile_plan, schedules
 from pellucid.core import samplers
 from pellucid.core.batch import Batch, Entry, StepSeen
-from pellucid.models.captured import StepGraphs, _draw_into, bucket
+from pellucid.models import attention, ops
+from pellucid.models.captured import StepGraphs, bucket
 from pellucid.models.guidance import Guidance
 from pellucid.models.guided import GuidedDenoiser
+from pellucid.models.lora import view
 from pellucid.models.unet import UNet
 from pellucid.models.unet_config import UNetConfig
 
@@ -88,6 +91,8 @@ def drain(entries: Sequence[Entry], graphs: StepGraphs | None, seed: int = 0) ->
             batch.step()
             if graphs is not None and batch.entries and batch.stepper is not None:
                 assert batch.stepper.why == ""  # type: ignore[attr-defined]
+    if batch.stepper is not None:
+        batch.stepper.close()
     for one in entries:
         assert one.error is None
     return batch
@@ -165,35 +170,151 @@ def test_a_constraint_holds() -> None:
     assert off(made[1].result, made[0].result) < 3e-6
 
 
-def test_all_noise_of_a_step_is_drawn_by_one_kernel() -> None:
-    """Images that draw nothing get zeros; churn and overlapping spans too; a seed of 64 bits keeps them."""
-    network, batch = Toy(), Batch()
-    for seed, name in ((3, "dpmpp_sde"), (2**64 - 5, "euler_a"), (4, "dpmpp_2m"), (5, "edm_stochastic")):
-        batch.join(entry(network, name, 9, seed, "1"))
-    assert batch.state is not None
-    drawn = Counter[str]()
-    with torch.no_grad():
-        for _ in range(9):
-            for pre in (True, False):
-                wanted, found = torch.zeros_like(batch.state.x), torch.zeros_like(batch.state.x)
-                batch.draw_into(wanted, pre)
-                with fused_on_cpu() as kernels:
-                    _draw_into(batch, found, pre)
-                assert torch.allclose(found, wanted, rtol=0, atol=2e-6)
-                assert set(kernels.calls) <= {"normals"}
-                drawn += kernels.calls
-            batch.step()
-    assert drawn["normals"] > 9  # the churn of some rows beside every row's own
+def test_over_the_kernels_noise_is_drawn_where_the_registers_say() -> None:
+    """Every sampler, with seeds of 64 bits, churn and overlapping spans; images that draw nothing get zeros."""
+    asked = []
+    for k, name in enumerate(samplers.names()):
+        try:
+            compile_plan(name, steps=5)
+        except PellucidError:  # a sampler of another schedule
+            continue
+        asked.append((name, 3 + k % 6, 2**64 - 5 - k, GUIDANCES[k % len(GUIDANCES)]))
+    network = Toy()
+    plain, device = ([entry(network, *one) for one in asked] for _ in range(2))
+    drain(plain, None)
+    with fused_on_cpu() as kernels:
+        drain(device, StepGraphs(), seed=1)
+    for one, wanted, found in zip(asked, plain, device, strict=True):
+        assert off(found.result, wanted.result) < 1e-5, one
+    assert kernels.calls["normals"] > 20
+    assert kernels.calls["scaled_input"] >= kernels.calls["update_rows"] > 0
 
 
 def test_noise_of_other_kinds_is_drawn_as_ever() -> None:
-    batch = Batch()
-    made = entry(Toy(), "euler_a", 4, 3, "1")
-    made.noise = TorchStream(3)
-    batch.join(made)
-    with torch.no_grad(), fused_on_cpu() as kernels:
-        _draw_into(batch, torch.zeros(1, *SHAPE), False)
-    assert not kernels.calls
+    made = [entry(Toy(), "euler_a", 30, 3, "1") for _ in range(2)]
+    for one in made:
+        one.noise = TorchStream(3)
+    drain(made[:1], None)
+    with fused_on_cpu() as kernels:
+        drain([made[1], entry(made[1].denoiser.network, "euler_a", 3, 4, "7")], StepGraphs())  # type: ignore[attr-defined]
+    assert off(made[1].result, made[0].result) < 3e-6
+    assert "normals" not in kernels.calls
+    assert kernels.calls["update_rows"]
+
+
+@pytest.mark.parametrize("guidance", ["7", "3 + rescale + mimic", "guarded 9", "1"])
+def test_the_parts_of_a_step_are_those_of_the_plain_one(guidance: str) -> None:
+    """By name and by number, also where two images share the batch."""
+    seen: list[list[StepSeen]] = [[], []]
+    network = Toy()
+    for graphs, own in ((None, seen[0]), (StepGraphs(), seen[1])):
+        drain([entry(network, "euler", 4, 2, guidance, observers=[own.append])], graphs)
+    for wanted, found in zip(*seen, strict=True):
+        assert list(found.parts) == list(wanted.parts)
+        assert found.parts.scales == wanted.parts.scales  # type: ignore[attr-defined]
+        for name in wanted.parts:
+            assert off(found.parts[name], wanted.parts[name]) < 1e-5
+
+
+def test_other_weights_never_run_in_an_old_program() -> None:
+    """An adapter is swapped in and out, and the base's own weights are changed in place."""
+    base, graphs = unet(), StepGraphs()
+    other = view(base, {"conv_in": {"weight": base.conv_in.weight * 1.3}})
+    for network in (base, other, base, other):
+        wanted, found = entry(network, "euler", 3, 5, "7"), entry(network, "euler", 3, 5, "7")
+        drain([wanted], None)
+        drain([found], graphs)
+        assert off(found.result, wanted.result) < 2e-5
+    assert sum(len(one.programs) for one in graphs.free) == 2
+    with torch.no_grad():
+        base.conv_in.weight.mul_(0.7)
+    wanted, found = entry(base, "euler", 3, 5, "7"), entry(base, "euler", 3, 5, "7")
+    drain([wanted], None)
+    drain([found], graphs)
+    assert off(found.result, wanted.result) < 2e-5
+
+
+def test_a_network_that_is_forgotten_is_let_go() -> None:
+    base, graphs = unet(), StepGraphs()
+    other = view(base, {"conv_in": {"weight": base.conv_in.weight * 1.3}})
+    for network in (base, other):
+        drain([entry(network, "euler", 3, 5, "7")], graphs)
+        graphs_stepper_closed(graphs, network)
+    assert sum(len(one.programs) for one in graphs.free) == 2
+    gone = weakref.ref(other)
+    graphs.forget(other)
+    del other, network
+    gc.collect()
+    assert gone() is None
+    assert sum(len(one.programs) for one in graphs.free) == 1
+
+
+def test_another_kernel_of_attention_and_plain_operations_have_programs_of_their_own() -> None:
+    network, graphs = unet(), StepGraphs()
+    drain([entry(network, "euler", 3, 5, "7")], graphs)
+    with attention.backend("math"):
+        drain([entry(network, "euler", 3, 5, "7")], graphs)
+    with ops.using(fused=False):
+        drain([entry(network, "euler", 3, 5, "7")], graphs)
+    drain([entry(network, "euler", 3, 6, "7")], graphs)
+    assert sum(len(one.programs) for one in graphs.free) == 3
+
+
+def test_a_batch_that_never_ends_keeps_few_programs() -> None:
+    network, batch = Toy(), Batch(stepper=StepGraphs(most=3).stepper([], capture=False))
+    batch.join(entry(network, "euler", 40, 0, "linear:9:2"))
+    with torch.no_grad():
+        for seed, guidance in enumerate(GUIDANCES):
+            batch.join(entry(network, "euler", 1, seed, guidance))
+            batch.step()
+            assert batch.stepper is not None
+            assert len(batch.stepper.registers.programs) <= 3  # type: ignore[attr-defined]
+
+
+def test_registers_outlive_the_mode_of_their_first_run() -> None:
+    network, graphs = unet(), StepGraphs()
+    made = [entry(network, "euler_a", 3, 5, "7") for _ in range(2)]
+    with torch.inference_mode():
+        drain(made[:1], graphs)
+    drain(made[1:], graphs)
+    assert torch.equal(made[0].result, made[1].result)
+
+
+def test_an_emptied_batch_takes_another_shape() -> None:
+    network = Toy()
+    batch = Batch(stepper=StepGraphs().stepper([network], capture=False))
+    for shape in ((4, 8, 8), (4, 6, 10), (4, 8, 8)):
+        made, plain = entry(network, "heun", 3, 1, "7"), entry(network, "heun", 3, 1, "7")
+        for one in (made, plain):
+            one.x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+            one.result = torch.empty_like(one.x)
+        drain([plain], None)
+        with torch.no_grad():
+            batch.join(made)
+            while batch.entries:
+                batch.step()
+        assert off(made.result, plain.result) < 3e-6
+
+
+def test_a_step_that_fails_ends_its_entries_and_not_the_batch() -> None:
+    class Fails(Toy):
+        def forward(self, x: Tensor, time: Tensor, context: Tensor) -> Tensor:
+            if self.calls:
+                raise RuntimeError("no more")
+            return super().forward(x, time, context)
+
+    network = Fails()
+    made, batch = entry(network, "euler", 4, 1, "7"), Batch(stepper=StepGraphs().stepper([], capture=False))
+    with torch.no_grad():
+        batch.join(made)
+        batch.step()
+        assert batch.step() == [made]
+        assert str(made.error) == "no more"
+        again = entry(Toy(), "euler", 4, 1, "7")
+        batch.join(again)
+        while batch.entries:
+            batch.step()
+    assert again.error is None
 
 
 def test_registers_and_programs_are_used_again() -> None:

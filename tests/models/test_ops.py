@@ -344,3 +344,71 @@ def test_packing_holds_nothing_twice_and_what_is_packed_stays() -> None:
     held = [id(p) for p in network.parameters()]
     attention.pack(network)
     assert [id(p) for p in network.parameters()] == held
+
+
+# --- layers that are not what their weights say -------------------------------------------------------------------
+
+
+class Wrapper(nn.Module):
+    """A layer and something beside it, as LoRA training and PEFT put in a layer's place."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 1.25
+
+
+def wrapped(network: nn.Module) -> nn.Module:
+    for name, layer in list(network.named_modules()):
+        if type(layer) in (nn.Linear, nn.Conv2d):
+            owner, _, leaf = name.rpartition(".")
+            network.get_submodule(owner)._modules[leaf] = Wrapper(layer)
+    return network
+
+
+@pytest.mark.parametrize("name", ["sd1", "sdxl"])
+def test_a_wrapped_layer_is_called_and_not_read(name: str) -> None:
+    """Every linear layer and convolution wrapped: the plain and the fused form call what stands in their places."""
+    network = unet(name)
+    inputs = inputs_of(CONFIGS[name])
+    with torch.no_grad():
+        before = network(**inputs)
+        wrapped(network)
+        plain = network(**inputs)
+        with fused_on_cpu():
+            fused = network(**inputs)
+    assert relative(plain, before) > 0.01
+    assert relative(fused, plain) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(8, 8, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(8, 8, 3, padding=2, dilation=2),
+        nn.Conv2d(8, 8, 3, padding=1, groups=4),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False),
+    ],
+    ids=["circular", "dilated", "grouped", "strided"],
+)
+def test_a_convolution_of_any_kind_is_itself(layer: nn.Conv2d) -> None:
+    x = torch.randn(2, 8, 9, 7)
+    with torch.no_grad():
+        wanted = layer(x)
+        with fused_on_cpu():
+            assert relative(ops.conv(x, layer), wanted) < 1e-5
+
+
+def test_weights_of_another_dtype_are_called_plainly() -> None:
+    with torch.no_grad(), fused_on_cpu():
+        x = torch.randn(2, 8, 4, 4)
+        assert ops.fused(x, nn.Conv2d(8, 8, 1))
+        assert not ops.fused(x, nn.Conv2d(8, 8, 1).bfloat16())
+        assert not ops.fused(x, nn.Linear(8, 8).half())
+        assert ops.fused(x, nn.GroupNorm(2, 8).bfloat16())  # norms read theirs as float32

@@ -379,10 +379,13 @@ class Batch:
         if self.capacity is not None and len(self) + count > self.capacity:
             free = self.capacity - len(self)
             raise PellucidError(rule("images", f"at most {free}, which the batch has room for", count), "capacity")
-        at = self._take_in(entry)
+        if state is not None and entry.x.device != state.x.device:
+            where = str(entry.x.device)
+            raise PellucidError(rule("x", f"on the device of the batch, {state.x.device}", where), "device")
         begun = RunSeen(tuple(entry.plans), entry.x, entry.noise)
-        for observe in entry.watching:
+        for observe in entry.watching:  # one that fails leaves the batch as it was
             observe.begin_run(begun)
+        at = self._take_in(entry)
         self.state = State(entry.x) if state is None else state.insert(at, entry.x)
         self.depth = max(self.depth, entry.depth)
 
@@ -403,15 +406,22 @@ class Batch:
     def step(self) -> list[Entry]:
         """Takes every image through one row. Returns the entries that ended, failed or were cancelled."""
         for entry in self.entries:
-            if entry.cancelled is not None and entry.cancelled():
-                entry.error = Cancelled(f"stopped before row {entry.index}")
+            with _failing(entry):
+                if entry.cancelled is not None and entry.cancelled():
+                    entry.error = Cancelled(f"stopped before row {entry.index}")
         left = self._leave_ended()
         if self.state is None:
             return left
         entries, places = self.entries, self._places()
         mark = _mark_of(entries)
-        mark("model")
-        x, found, parts = (self.stepper and self.stepper.step(self)) or self._step(entries, places, mark)
+        taken = None
+        if self.stepper is not None:
+            mark("model")
+            with _failing(*entries):
+                taken = self.stepper.step(self)
+            if any(entry.error is not None for entry in entries):
+                return left + self._leave_ended()
+        x, found, parts = taken or self._step(entries, places, mark)
         for entry, place, seen_parts in zip(entries, places, parts, strict=True):
             with _failing(entry):
                 entry.discard(x[place])
@@ -433,7 +443,7 @@ class Batch:
         if use.churn:
             mark("noise")
             x = x + _noise_of(entries, places, x, True) * columns_of(values[0], x)[COLUMNS["pre_noise"]]
-            mark("model")
+        mark("model")
         found, parts = self._predict(x)
         mark("update")
         z = None

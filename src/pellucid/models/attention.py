@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ BACKENDS = {
 }
 
 
+_CHOSEN: ContextVar[str] = ContextVar("pellucid_attention", default="auto")
+
+
 @contextmanager
 def backend(name: str = "auto") -> Iterator[None]:
     """Every `attend` inside uses this kernel. torch keeps the choice for the whole process, not for a thread."""
@@ -31,14 +35,22 @@ def backend(name: str = "auto") -> Iterator[None]:
         raise PellucidError(
             rule("attention backend", f"one of {', '.join(BACKENDS)}", name, nearest(name, BACKENDS)), "attention"
         )
-    kernel = BACKENDS[name]
-    with nullcontext() if kernel is None else sdpa_kernel(kernel):
-        yield
+    kernel, token = BACKENDS[name], _CHOSEN.set(name)
+    try:
+        with nullcontext() if kernel is None else sdpa_kernel(kernel):
+            yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def chosen() -> str:
+    """The kernel that `backend` asks for here."""
+    return _CHOSEN.get()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
     """softmax(q kᵀ / √d) v over (batch, heads, length, d); `mask` is added to the logits, or bool: True is seen."""
-    if not causal and ops.few_keys(q, k, mask):
+    if not causal and chosen() == "auto" and ops.few_keys(q, k, mask):
         return ops.attend_few(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
 

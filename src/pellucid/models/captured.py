@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -22,11 +23,11 @@ from pellucid.core.batch import Batch, Prediction, State, update
 from pellucid.core.denoiser import input_scale, read_output, sigma_data_of
 from pellucid.core.errors import PellucidError, is_out_of_memory
 from pellucid.core.noise import Philox
-from pellucid.core.plan import DEPTH
+from pellucid.core.plan import DEPTH, Plan
 from pellucid.core.schedule import Array, Level, Schedule, Target
 from pellucid.core.table import COLUMNS, Use, columns_of, plan_lines
+from pellucid.models import attention, ops
 from pellucid.models import inputs as trees
-from pellucid.models import ops
 from pellucid.models.guidance import Dose
 from pellucid.models.guided import GuidedRun, ImageGuidance, Sources, Terms, without_variance
 
@@ -37,6 +38,8 @@ _MORE = {
     name: column
     for column, name in enumerate((*_FLAGS, *(f"{a}>{b}.{part}" for a, b in _PAIRS for part in ("x", "k"))))
 }
+_WORD = 0xFFFFFFFF
+_Noise = tuple[int, Plan]  # an image's seed, and the plan whose rows say where its noise is addressed
 _EVERYTHING = Use(tuple(range(8)), tuple(range(8)), basis=True, held=True, churn=False, draws=True)
 _PATIENCE = 1000  # steps after a graph that found no room
 _PROGRAMS = 24  # that are kept; each holds the activations of one call in the graphs' common pool
@@ -122,9 +125,10 @@ class _LineDoses:
 class _Registers:
     """The state of up to `count` images, with the lines of their plans; one batch uses it at a time."""
 
-    def __init__(self, count: int, rows: int, like: Tensor) -> None:
+    def __init__(self, count: int, rows: int, draws: int, like: Tensor) -> None:
         shape = (count, *like.shape[1:])
         self.count, self.rows = count, rows
+        self.kind = count, rows, draws, like.shape[1:], like.dtype, like.device
         self.x, self.anchor, self.z, self.pre, self.called, self.x0 = like.new_zeros((6, *shape)).unbind()
         self.history = like.new_zeros((DEPTH - 1, *shape)).unbind()
         self.table = like.new_zeros((count, rows, len(COLUMNS)))
@@ -132,11 +136,18 @@ class _Registers:
         self.more = like.new_zeros((count, rows, len(_MORE)))
         self.cursor = torch.zeros(count, dtype=torch.int64, device=like.device)
         self.active = torch.zeros(count, dtype=torch.bool, device=like.device)
+        self.seeds = torch.zeros(count, dtype=torch.int64, device=like.device)
+        self.draws = torch.zeros((2, count, rows, draws, 2), dtype=torch.int32, device=like.device)  # of pre and z
+        self.weights = torch.zeros((2, count, rows, draws), dtype=torch.float32, device=like.device)
+        self.drawn = (False, False)  # whether some row draws noise of these
         self.programs: OrderedDict[tuple[Any, ...], _Program] = OrderedDict()
 
-    def load(self, state: State, lines: Sequence[tuple[Array, Array]], index: Sequence[int]) -> None:
-        """Takes in the state and the plans of images."""
+    def load(
+        self, state: State, lines: Sequence[tuple[Array, Array]], index: Sequence[int], noise: Sequence[_Noise]
+    ) -> None:
+        """Takes in the state and the plans of images, and where their noise is addressed."""
         count = len(lines)
+        self.load_noise(noise)
         self.x[:count].copy_(state.x)
         self.anchor[:count].copy_(torch.zeros_like(state.x) if state.anchor is None else state.anchor)
         for k, register in enumerate(self.history):
@@ -151,6 +162,22 @@ class _Registers:
         on = torch.arange(self.count) < count
         self.active.copy_(on)
         self.cursor.copy_(torch.tensor([*index, *([0] * (self.count - count))]))
+
+    def load_noise(self, noise: Sequence[_Noise]) -> None:
+        """The seeds, and for every row (interval, visit) and weight of its draws; images beyond these draw nothing."""
+        seeds = np.zeros(self.count, np.uint64)
+        draws, weights = np.zeros(self.draws.shape, np.uint32), np.zeros(self.weights.shape, np.float32)
+        for i, (seed, plan) in enumerate(noise):
+            seeds[i] = seed
+            for k, row in enumerate(plan.rows):
+                for kind, own in enumerate((row.pre_draws, row.draws)):
+                    for j, one in enumerate(own):
+                        draws[kind, i, k, j] = one.interval & _WORD, one.visit & _WORD
+                        weights[kind, i, k, j] = one.weight
+        self.drawn = bool(weights[0].any()), bool(weights[1].any())
+        self.seeds.copy_(torch.from_numpy(seeds.view(np.int64)))
+        self.draws.copy_(torch.from_numpy(draws.view(np.int32)))
+        self.weights.copy_(torch.from_numpy(weights))
 
     def state(self, count: int, depth: int) -> State:
         """The registers of the images, as views."""
@@ -184,6 +211,7 @@ class _Program:
 
     def __init__(self, registers: _Registers, run: GuidedRun, pattern: _Pattern, calls: int, sources: Sources) -> None:
         self.registers, self.network, self.pattern = registers, run.owner.network, pattern
+        self.drawn = registers.drawn
         self.schedule, self.target, self.dtype = run.owner.schedule, run.owner.target, run.owner.dtype
         device, count = registers.x.device, registers.count
         self.slot = torch.zeros(calls, dtype=torch.int64, device=device)  # whose call each one is
@@ -199,6 +227,7 @@ class _Program:
         self.output = registers.x
         self.graph: torch.cuda.CUDAGraph | None = None
         self.steps = 0
+        self.why = ""  # it is not captured though it could be
 
     def load(self, run: GuidedRun, pattern: _Pattern, sources: Sources) -> None:
         """Copies the inputs of a run's calls to where the program reads them."""
@@ -228,40 +257,30 @@ class _Program:
         at = [[sources.place[row.time] for row in rows] + [0] * (spare - len(rows)) for rows in plans]
         return torch.tensor(at, device=self.slot.device)
 
-    def predictions(self, count: int) -> tuple[Tensor, Tensor | None]:
+    def predictions(self, count: int) -> dict[str, Tensor]:
         """The raw outputs of the last step with the prompt, and without it where some image asked for that."""
         dtype = self.registers.x.dtype
-        cond = self.output[self.cond_at[:count]].to(dtype)
-        if not self.pattern.asking:
-            return cond, None
-        at = self.uncond_at[:count]
-        return cond, self.output[torch.where(at < 0, self.cond_at[:count], at)].to(dtype)
+        found = {"cond": self.output[self.cond_at[:count]].to(dtype)}
+        if self.pattern.asking:
+            at = self.uncond_at[:count]
+            found["uncond"] = self.output[torch.where(at < 0, self.cond_at[:count], at)].to(dtype)
+        return found
 
-    def step(self, capture: bool, pool: Any) -> None:
+    def step(self, capture: Capture | None) -> None:
         """One row of every image: captured when it comes the second time, and replayed from then on."""
-        if self.graph is None and capture and self.steps > 0:
-            self.graph = self.captured(pool)
+        if self.graph is None and capture is not None and self.steps > 0:
+            self.graph, self.why = capture(self.body)
+            if self.graph is None:
+                self.steps = -_PATIENCE  # before it is tried again
         if self.graph is not None:
             self.graph.replay()
         else:
             self.body()
         self.steps += 1
 
-    def captured(self, pool: Any) -> torch.cuda.CUDAGraph | None:
-        """The step as a graph; None where the device has no room for one, and the program goes on as it is."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self.body()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self.steps = -_PATIENCE  # before it is tried again
-            return None
-        return graph
-
     def body(self) -> None:
         r = self.registers
+        self.draw()
         at = r.cursor[:, None, None]
         line = columns_of(r.table.gather(1, at.expand(-1, 1, r.table.shape[2]))[:, 0], r.x)
         r.x.addcmul_(r.pre, line[COLUMNS["pre_noise"]])
@@ -276,6 +295,16 @@ class _Program:
             found = self.guide(out, numbers)
             self.update(r.settled, found.x0, self.own, self.nobody, found.uncond)
         r.cursor.add_(r.active)
+
+    def draw(self) -> None:
+        """The noise of every image's row, where its address is in the registers."""
+        r = self.registers
+        for drawn, register, draws, weights in zip(self.drawn, (r.pre, r.z), r.draws, r.weights, strict=True):
+            if drawn:
+                at = r.cursor[:, None, None]
+                own = weights.gather(1, at.expand(-1, 1, weights.shape[2]))[:, 0]
+                where = draws.gather(1, at[..., None].expand(-1, 1, *draws.shape[2:]))[:, 0]
+                ops.kernels().normals(r.seeds, where, own, register[0].numel(), register)
 
     def call(self, line: Tensor) -> Tensor:
         """The network's output for the packed list of calls."""
@@ -349,31 +378,62 @@ def _packed_input(r: _Registers, slot: Tensor, dtype: torch.dtype) -> Tensor:
     return (r.called * scale)[slot].to(dtype)
 
 
-def _draw_into(batch: Batch, register: Tensor, pre: bool) -> None:
-    """Writes the noise of the rows that come next where there is some: by one kernel, where all of it is Philox's."""
-    asked = [
-        (entry.noise, image, row.pre_draws if pre else row.draws)
-        for entry in batch.entries
-        for image, row in zip(entry.images, entry.rows, strict=True)
-    ]
-    most = max(len(draws) for _, _, draws in asked)
-    if most == 0:
-        return
-    if not _fused(register) or any(draws and type(noise) is not Philox for noise, _, draws in asked):
-        batch.draw_into(register, pre)
-        return
-    seeds = np.zeros(len(asked), np.uint64)
-    addresses, weights = np.zeros((len(asked), most, 2), np.uint32), np.zeros((len(asked), most), np.float32)
-    for i, (noise, image, draws) in enumerate(asked):
-        if draws:
-            seeds[i] = noise.seeds[image]  # type: ignore[attr-defined]
-            addresses[i, : len(draws)] = [(d.interval & 0xFFFFFFFF, d.visit & 0xFFFFFFFF) for d in draws]
-            weights[i, : len(draws)] = [d.weight for d in draws]
-    told = (seeds.view(np.int64), addresses.view(np.int32), weights)
-    ops.kernels().normals(*(torch.from_numpy(part).to(register.device) for part in told), register[0].numel(), register)
+def _called_through(network: Any) -> list[Any]:
+    """A network as it is called, what that calls, and so on to the module that computes."""
+    chain = [network]
+    while not isinstance(chain[-1], nn.Module) and hasattr(chain[-1], "network"):
+        chain.append(chain[-1].network)
+    return chain
+
+
+def _addresses(batch: Batch) -> list[_Noise] | None:
+    """The seed and the plan of each running image; None where some noise is not Philox's."""
+    found = []
+    for entry in batch.entries:
+        for image, plan in zip(entry.images, entry.running, strict=True):
+            seed = 0
+            if any(row.pre_draws or row.draws for row in plan.rows):
+                if type(entry.noise) is not Philox:
+                    return None
+                seed = entry.noise.seeds[image]
+            found.append((seed, plan))
+    return found
 
 
 # --- One batch --------------------------------------------------------------------------------------------------------
+
+
+_CAPTURING = threading.Lock()  # torch captures one graph at a time in a process
+
+
+@dataclass
+class Capture:
+    """Makes graphs on one device, whose activations share a pool."""
+
+    device: torch.device
+    pool: Any
+    stream: torch.cuda.Stream
+
+    @staticmethod
+    def on(device: torch.device) -> Capture:
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            return Capture(device, torch.cuda.graph_pool_handle(), stream)
+
+    def __call__(self, body: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph | None, str]:
+        """What it computes as a graph; or none, and why in a word. What is wrong with it shows when it runs plainly."""
+        graph = torch.cuda.CUDAGraph()
+        # the outer stream comes back even where the end of the capture fails
+        with _CAPTURING, torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
+            try:
+                with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                    body()
+            except RuntimeError as error:
+                reasons: list[BaseException] = [error]
+                while (cause := reasons[-1].__context__) is not None:
+                    reasons.append(cause)
+                return None, "memory" if any(map(is_out_of_memory, reasons)) else "capture"
+        return graph, ""
 
 
 class StepGraphs:
@@ -382,36 +442,56 @@ class StepGraphs:
     def __init__(self, most: int = _PROGRAMS) -> None:
         self.most = most
         self.lock = threading.Lock()
+        self.turn = threading.Lock()  # of a step: all graphs write into one pool
         self.free: list[_Registers] = []
-        self.pool: Any = None
+        self.gone: WeakSet[Any] = WeakSet()  # networks that nobody will call again
+        self.captures: dict[torch.device, Capture] = {}
 
     def stepper(self, networks: Sequence[nn.Module], capture: bool = True) -> DeviceStepper:
         """What steps one batch; `networks` are those whose weights a graph reads."""
         return DeviceStepper(self, networks, capture)
 
-    def take(self, count: int, rows: int, like: Tensor) -> _Registers:
+    def capture_on(self, device: torch.device) -> Capture:
+        with self.lock:
+            found = self.captures[device] = self.captures.get(device) or Capture.on(device)
+        return found
+
+    def take(self, count: int, rows: int, draws: int, like: Tensor) -> _Registers:
         """Registers of a size, those used last first."""
         with self.lock:
             for registers in reversed(self.free):
-                same = registers.x.shape[1:] == like.shape[1:] and registers.x.dtype == like.dtype
-                if (registers.count, registers.rows) == (count, rows) and same and registers.x.device == like.device:
+                if registers.kind == (count, rows, draws, like.shape[1:], like.dtype, like.device):
                     self.free.remove(registers)
                     return registers
-        return _Registers(count, rows, like)
+        with torch.inference_mode(False):  # they outlive the mode of this run
+            return _Registers(count, rows, draws, torch.empty_like(like))
 
     def give_back(self, registers: _Registers) -> None:
         """Registers of which no batch needs anything any more; the programs used longest ago go."""
         with self.lock:
             self.free.append(registers)
+            self.sweep()
             while sum(len(one.programs) for one in self.free) > self.most:
                 oldest = next(one for one in self.free if one.programs)
                 oldest.programs.popitem(last=False)
             self.free = [one for one in self.free if one.programs]
 
+    def forget(self, network: Any) -> None:
+        """Lets go of the programs of a network that nobody will call again, and so of its weights."""
+        with self.lock:
+            self.gone.add(network)
+            self.sweep()
+
+    def sweep(self) -> None:
+        for registers in self.free:
+            for key, program in list(registers.programs.items()):
+                if _called_through(program.network)[-1] in self.gone:
+                    del registers.programs[key]
+
     def clear(self) -> None:
         with self.lock:
             self.free.clear()
-            self.pool = None
+            self.captures.clear()
 
 
 class DeviceStepper:
@@ -424,6 +504,7 @@ class DeviceStepper:
         self.sources: Sources | None = None
         self.program: tuple[Any, _Program] | None = None
         self.state: State | None = None  # that the last step left in the registers
+        self.addressed = False  # whether the program draws the noise
         self.why = ""
         self.plain: Counter[str] = Counter()  # steps that ran operation by operation, by why
 
@@ -438,7 +519,7 @@ class DeviceStepper:
         assert batch.state is not None
         index = [entry.index for entry in batch.entries for _ in entry.images]
         if run is not self.run:
-            self.load(run, batch.state, index)
+            self.load(batch, run, batch.state, index)
         registers, count = self.registers, len(index)
         assert registers is not None
         if self.state is not None and batch.state is not self.state:  # a constraint has changed x
@@ -446,24 +527,22 @@ class DeviceStepper:
         rows = [image.plan.rows[i] for image, i in zip(run.images, index, strict=True) if image.plan is not None]
         levels = [row.level for row in rows]
         program = self.program_of(run, _Pattern.of(run, levels))
-        _draw_into(batch, registers.pre[:count], True)
-        _draw_into(batch, registers.z[:count], False)
-        if self.capture and self.graphs.pool is None:
-            self.graphs.pool = torch.cuda.graph_pool_handle()
-        program.step(self.capture, self.graphs.pool)
-        if program.steps < 0:  # there was no room for its graph
-            self.plain["memory"] += 1
+        if not self.addressed:
+            batch.draw_into(registers.pre[:count], True)
+            batch.draw_into(registers.z[:count], False)
+        shown = any(entry.observers or entry.constraints for entry in batch.entries)
+        with self.graphs.turn:
+            program.step(self.graphs.capture_on(registers.x.device) if self.capture else None)
+            outputs = program.predictions(count) if shown else {}
+        if program.why:
+            self.plain[program.why] += 1
         batch.state = self.state = registers.state(count, batch.depth)
         x, x0 = registers.called[:count], registers.x0[:count]
-        if not any(entry.observers or entry.constraints for entry in batch.entries):
+        if not shown:
             return x, Prediction(x0), [{} for _ in batch.entries]
         x, x0 = x.clone(), x0.clone()  # observers may keep them
-        parts = Terms(x, levels, run.owner.schedule, run.owner.target)
-        cond, uncond = program.predictions(count)
-        parts.put("cond", "raw", cond)
-        if uncond is not None:
-            parts.put("uncond", "raw", uncond)
-        return x, Prediction(x0), batch.lanes[0].parts_of(Prediction(x0, None, parts))
+        found = run.settle(x, levels, outputs)
+        return x, Prediction(x0), batch.lanes[0].parts_of(found)
 
     def refusal(self, batch: Batch) -> str:
         """Why the images cannot be stepped by a program, in a word; nothing where they can."""
@@ -480,16 +559,21 @@ class DeviceStepper:
             return "extra terms"
         if any(group.remembers for group in run.groups):
             return "memory of a rule"
-        if any(ops.watched(part) for network in self.networks for part in network.modules()):
+        if run is not self.run and any(ops.watched(part) for net in self.networks for part in net.modules()):
             return "hooks"
         return ""
 
-    def load(self, run: GuidedRun, state: State, index: Sequence[int]) -> None:
-        """Takes in other images than before: their state, their plans, and what their calls read."""
-        count, rows = bucket(len(index)), _power(max(len(image.plan.rows) for image in run.images if image.plan))
-        owned = self.registers
-        if owned is None or (owned.count, owned.rows) != (count, rows):
-            fresh = self.graphs.take(count, rows, state.x)
+    def load(self, batch: Batch, run: GuidedRun, state: State, index: Sequence[int]) -> None:
+        """Takes in other images than before: their state, their plans, their noise, and what their calls read."""
+        plans = [image.plan for image in run.images if image.plan is not None]
+        count, rows = bucket(len(index)), _power(max(len(plan.rows) for plan in plans))
+        noise = _addresses(batch) if _fused(state.x) else None
+        self.addressed = noise is not None
+        most = max(len(draws) for plan in plans for row in plan.rows for draws in (row.pre_draws, row.draws))
+        draws = _power(most, 1) if noise is not None and most else 0
+        owned, x = self.registers, state.x
+        if owned is None or owned.kind != (count, rows, draws, x.shape[1:], x.dtype, x.device):
+            fresh = self.graphs.take(count, rows, draws, x)
             self.close()
             self.registers = owned = fresh
         made: dict[tuple[int, int], tuple[Array, Array]] = {}
@@ -498,7 +582,7 @@ class DeviceStepper:
             key = (id(image.plan), id(image.bound))
             made[key] = made.get(key) or lines_of(image, run.owner.schedule, run.owner.target)
             lines.append(made[key])
-        owned.load(state, lines, index)
+        owned.load(state, lines, index, noise if noise is not None and draws else ())
         self.run, self.program, self.state, self.sources = run, None, None, Sources.of(run)
 
     def program_of(self, run: GuidedRun, pattern: _Pattern) -> _Program:
@@ -513,11 +597,18 @@ class DeviceStepper:
         rules = tuple(group.images[0].rules for group in run.groups) if pattern.ruled else ()
         weights = tuple(p.data_ptr() for network in self.networks for p in network.parameters())
         table = None if sources.table is None else (_power(len(sources.table)), sources.table.shape[1])
-        key = (id(run.owner.network), hash(weights), calls, tuple(shapes), table, rules, pattern.flags, run.owner.dtype)
-        program = self.registers.programs.get(key)
+        registers, network = self.registers, run.owner.network
+        *wrappers, computes = _called_through(network)
+        called = tuple(type(one) for one in wrappers), id(computes), hash(weights), run.owner.dtype
+        forms = ops.wanted(), attention.chosen()
+        key = (called, forms, calls, tuple(shapes), table, rules, pattern.flags, registers.drawn)
+        program = registers.programs.get(key)
         if program is None:
-            program = self.registers.programs[key] = _Program(self.registers, run, pattern, calls, sources)
-        self.registers.programs.move_to_end(key)
+            with torch.inference_mode(False):
+                program = registers.programs[key] = _Program(registers, run, pattern, calls, sources)
+            while len(registers.programs) > self.graphs.most:
+                registers.programs.popitem(last=False)
+        registers.programs.move_to_end(key)
         program.load(run, pattern, sources)
         self.program = pattern, program
         return program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -31,12 +31,12 @@ class GraphMemory(NamedTuple):
 def held(graphs: StepGraphs) -> GraphMemory:
     """What the graphs of a model keep while none of them runs."""
     with graphs.lock:
-        free, pool = list(graphs.free), graphs.pool
+        free, pools = list(graphs.free), [capture.pool for capture in graphs.captures.values()]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for one in free for tensor in _fixed(one)}
     captured = tuple(id(p.graph) for one in free for p in one.programs.values() if p.graph is not None)
     known = _KNOWN.get(graphs)
     if known is None or known[0] != captured:  # to ask torch takes milliseconds, and only a capture changes the pool
-        known = _KNOWN[graphs] = captured, _pool_bytes(pool)
+        known = _KNOWN[graphs] = captured, _pool_bytes(pools)
     return GraphMemory(len(captured), sum(storage.nbytes() for storage in storages.values()), *known[1])
 
 
@@ -62,10 +62,11 @@ def _fixed(registers: Any) -> Iterator[Tensor]:
             yield from found
 
 
-def _pool_bytes(pool: Any) -> tuple[int, int]:
-    """(reserved, of it not allocated) bytes of the memory pool that graphs share."""
-    if pool is None:
+def _pool_bytes(pools: Sequence[Any]) -> tuple[int, int]:
+    """(reserved, of it not allocated) bytes of the memory pools that graphs share."""
+    if not pools:
         return 0, 0
-    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == tuple(pool)]  # type: ignore[no-untyped-call]
+    snapshot, own = torch.cuda.memory_snapshot(), {tuple(pool) for pool in pools}  # type: ignore[no-untyped-call]
+    segments = [segment for segment in snapshot if tuple(segment.get("segment_pool_id", ())) in own]
     reserved = sum(segment["total_size"] for segment in segments)
     return reserved, reserved - sum(segment["allocated_size"] for segment in segments)

@@ -175,7 +175,7 @@ class GuidedDenoiser:
             if own.needs_plan:
                 raise PellucidError(
                     f"guidance {own.text()} must be bound to a plan; got a call without one. "
-                    "Use run, or denoiser.bind([plan, …]) with one plan an image.",
+                    "Use run, or denoiser.bind([plan, …]) with one plan per image.",
                     "guidance-unbound",
                 )
         return self.bind([None] * len(x))(x, level, time)
@@ -359,7 +359,13 @@ class GuidedRun:
         levels = split(level) if isinstance(level, Batched) else [level]
         doses = self.doses(levels)
         times = level.times if isinstance(level, Batched) and level.times else time
-        outputs = self.predict(x, levels, times, doses)
+        return self.settle(x, levels, self.predict(x, levels, times, doses), doses)
+
+    def settle(
+        self, x: Tensor, levels: Sequence[Level], outputs: Mapping[str, Tensor], doses: Sequence[Dose] | None = None
+    ) -> Prediction:
+        """The guided x0 of every image, from the network's outputs for the batch."""
+        doses = self.doses(levels) if doses is None else doses
         made = [group.settle(x, levels, doses, outputs) for group in self.groups]
         return made[0] if len(made) == 1 else _together(x, self.groups, made)
 

@@ -158,10 +158,16 @@ def group_norm(
     return y
 
 
-def add_bias(x: Tensor, h: Tensor | None, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """(x + h + bias) · scale; channels are innermost in memory: (B, C, H, W) channels-last, or (…, C)."""
+def add_bias(
+    x: Tensor, h: Tensor | None, bias: Tensor | None = None, scale: float = 1.0, *, out: Tensor | None = None
+) -> Tensor:
+    """(x + h + bias) · scale; channels are innermost in memory: (B, C, H, W) channels-last, or (…, C).
+
+    `out` is what it is written over, x or h.
+    """
     x, h = _channels_innermost(x), None if h is None else _channels_innermost(h)
-    y = torch.empty_like(x)
+    y = torch.empty_like(x) if out is None else out
+    assert out is None or _channels_innermost(out) is out
     channels = x.shape[1] if x.ndim == 4 else x.shape[-1]
     rows, vector = x.numel() // channels, math.gcd(channels, _VECTOR)
     tiles = parts_of_rows(channels)

@@ -27,6 +27,8 @@ from pellucid.models.quantize import Fp8Linear
 
 _DEVICE = "cuda"
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_LAYERS = frozenset({nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, Fp8Linear})
+_PRODUCTS = frozenset({nn.Linear, nn.Conv2d})
 _FEW_PIXELS = 512  # of a batch, up to which a convolution is a matrix product: docs/results/speed.md
 _WANTED: ContextVar[bool] = ContextVar("pellucid_fused_operations", default=True)
 
@@ -41,6 +43,11 @@ def using(*, fused: bool) -> Iterator[None]:
         yield
     finally:
         _WANTED.reset(token)
+
+
+def wanted() -> bool:
+    """Whether fused forms are taken here where they can be."""
+    return _WANTED.get()
 
 
 @cache
@@ -60,10 +67,20 @@ def fused(x: Tensor, *layers: nn.Module | None) -> bool:
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and x.dtype in _DTYPES
-        and _WANTED.get()
+        and wanted()
         and kernels() is not None
-        and not any(layer is not None and watched(layer) for layer in layers)
+        and all(layer is None or _known(layer, x) for layer in layers)
     )
+
+
+def _known(layer: nn.Module, x: Tensor) -> bool:
+    """Whether a layer is what its weights say: no wrapper, nothing that watches it, and no other dtype than x's."""
+    kind = type(layer)
+    if kind not in _LAYERS or watched(layer):
+        return False
+    if kind is nn.Conv2d and layer.padding_mode != "zeros":
+        return False
+    return kind not in _PRODUCTS or layer.weight.dtype == x.dtype
 
 
 def capturing() -> bool:
@@ -127,8 +144,9 @@ def conv_residual(
 ) -> Tensor:
     """(x + conv(h)) / output_scale; x goes through the 1×1 convolution `shortcut` where the channels differ."""
     if fused(x, conv, shortcut):
+        h = _without_bias(h, conv)
         x = x if shortcut is None else pointwise(x, shortcut)
-        return kernels().add_bias(_channels_last(x), _without_bias(h, conv), conv.bias, 1.0 / output_scale)
+        return kernels().add_bias(_channels_last(x), h, conv.bias, 1.0 / output_scale, out=h)
     h = conv(h)  # the shortcut only now, so that what came in is freed
     return _scaled((x if shortcut is None else shortcut(x)) + h, output_scale)
 
@@ -148,8 +166,8 @@ def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
     """layer(x); fused, the bias is added by a pass of its own, since torch's is slow in channels-last order."""
     if not fused(x, layer):
         return layer(x)
-    h = _without_bias(x, layer)
-    return h if layer.bias is None else kernels().add_bias(_channels_last(h), None, layer.bias)
+    x = _without_bias(x, layer)  # the name is taken over, so that what came in is freed
+    return x if layer.bias is None else kernels().add_bias(x, None, layer.bias, out=x)
 
 
 def enlarge(x: Tensor, size: torch.Size | None = None) -> Tensor:
@@ -165,7 +183,7 @@ def _without_bias(x: Tensor, conv: nn.Conv2d) -> Tensor:
     if _few_pixels(x, conv):
         h = F.linear(kernels().neighbours(x), conv.weight.permute(0, 2, 3, 1).flatten(1))  # a view of the weight
         return from_tokens(h, x)
-    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
+    return _channels_last(F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups))
 
 
 def _few_pixels(x: Tensor, conv: nn.Conv2d) -> bool:
@@ -202,15 +220,15 @@ def project_in(x: Tensor, layer: nn.Linear | nn.Conv2d) -> Tensor:
     """Pixels as tokens (B, H·W, C') through a linear layer or a 1×1 convolution."""
     if fused(x, layer):
         return F.linear(tokens(_channels_last(x)), layer.weight.flatten(1), layer.bias)
-    return tokens(layer(x)) if isinstance(layer, nn.Conv2d) else layer(tokens(x))
+    return tokens(layer(x)) if layer.weight.ndim == 4 else layer(tokens(x))
 
 
 def project_out(x: Tensor, h: Tensor, layer: nn.Linear | nn.Conv2d) -> Tensor:
     """x + the tokens h as pixels, through a linear layer or a 1×1 convolution."""
     if fused(x, layer):
         h = F.linear(h, layer.weight.flatten(1))
-        return from_tokens(kernels().add_bias(tokens(_channels_last(x)), h, layer.bias), x)
-    if isinstance(layer, nn.Conv2d):
+        return from_tokens(kernels().add_bias(tokens(_channels_last(x)), h, layer.bias, out=h), x)
+    if layer.weight.ndim == 4:  # a convolution, or what stands for one
         return x + layer(h.transpose(1, 2).reshape(x.shape))
     return x + layer(h).transpose(1, 2).reshape(x.shape)
 
@@ -285,7 +303,7 @@ def linear_gelu(
             rows: Quantized = kernels().quantize(h, gelu=True)
             return rows
         return F.gelu(h, approximate=approximate)
-    if approximate == "tanh" and layer.bias is not None and fused(x, layer):
+    if approximate == "tanh" and fused(x, layer) and layer.bias is not None:
         h = torch._addmm_activation(layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True)
         return h.reshape(*x.shape[:-1], -1)
     return F.gelu(layer(x), approximate=approximate)

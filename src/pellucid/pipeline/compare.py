@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError
 from pellucid.interop.components import Components
+from pellucid.models.captured import StepGraphs
 from pellucid.models.graph_memory import GraphMemory
 from pellucid.pipeline import stages
 from pellucid.pipeline.memory import guests_by_name, predict
@@ -215,7 +216,7 @@ def _fastest_run(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
 def arrange(pipe: Pipeline, strategy: Strategy) -> Iterator[tuple[Pipeline, Request, list[Tensor]]]:
     """The pipeline under a strategy, the request to run on it, and the tensors that it keeps besides its networks."""
     with ExitStack() as until:
-        ready, request, kept = replace(pipe, policy=strategy.policy), strategy.request, []
+        ready, request, kept = replace(pipe, policy=strategy.policy, graphs=StepGraphs()), strategy.request, []
         if strategy.dtype is not None:
             ready = replace(ready, components=in_dtype(pipe.components, strategy.dtype), shelf=AdapterShelf())
         if strategy.merged:

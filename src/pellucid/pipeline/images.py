@@ -73,7 +73,7 @@ def upright(image: Image.Image, what: str = "image") -> Image.Image:
     try:
         return ImageOps.exif_transpose(image)
     except UNREADABLE:
-        return image.copy()  # damaged EXIF says nothing of the orientation
+        return image.copy()  # damaged EXIF says nothing about the orientation
 
 
 def first_line(error: BaseException) -> str:

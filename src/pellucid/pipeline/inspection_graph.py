@@ -171,7 +171,7 @@ class _GraphBuilder:
             self.flow("image_encoder", name, adapter.wants, next(iter(inner.inputs.values()), ()))
             self.flow(name, self.main, "keys and values", self.call(self.main).inputs.get("image"))
         if not self.added.adapters:
-            self.notes.append("image_encoder waits for an IP-Adapter: without one nothing reads what it says.")
+            self.notes.append("image_encoder is not used without an IP-Adapter.")
 
     def painting(self) -> None:
         """The mask and the masked image that an inpainting network sees beside x."""

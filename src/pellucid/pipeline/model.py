@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,8 @@ class Model:
             parts = with_tokens(with_views(self.components, views), [adapter for adapter, _ in adapters])
             held = self._views[key] = parts, receipt, adapters  # held too: their identities are part of the key
             while len(self._views) > _VIEWS:
-                self._views.pop(next(iter(self._views)))
+                with suppress(KeyError, StopIteration):  # another thread has let go of it
+                    self.graphs.forget(self._views.pop(next(iter(self._views)))[0].network)
         return held[0], held[1]
 
 

@@ -449,7 +449,12 @@ class HintSwitch:
         self.network = network
         self.on: tuple[tuple[bool, ...], ...] = ()  # by control, of the unconditional calls and of every image's own
 
-    def forward(self, x: Tensor, time: Tensor, *, control: tuple[Hint, ...], **inputs: Any) -> Tensor:
+    @property
+    def hoist(self) -> Any:
+        """That of the network, for all of its ControlNets at once."""
+        return getattr(self.network, "hoist", None)
+
+    def forward(self, x: Tensor, time: Tensor | None = None, *, control: tuple[Hint, ...], **inputs: Any) -> Tensor:
         hints = tuple(self.hint(hint, on) for hint, on in zip(control, self.on, strict=True))
         return self.network(x, time, control=hints if any(h is not None for h in hints) else (), **inputs)
 

@@ -392,7 +392,7 @@ def read_scheduler(pipeline: Any) -> SchedulerSettings:
     try:
         return diffusers_config.read(pipeline.scheduler)
     except PellucidError as error:
-        line = str(error).removesuffix(" Pass strict=False to go on without.")
+        line = str(error).removesuffix(" Pass strict=False to ignore it.")
         raise PellucidError(f"scheduler of {type(pipeline).__name__}: {line}", error.code) from None
 
 

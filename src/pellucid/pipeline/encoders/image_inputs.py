@@ -159,7 +159,12 @@ class Inpainting:
     def __init__(self, network: Any) -> None:
         self.network = network
 
-    def forward(self, x: Tensor, time: Tensor, *, beside: Tensor, **inputs: Any) -> Tensor:
+    @property
+    def hoist(self) -> Any:
+        """That of the network, which takes all inputs except the mask and the image."""
+        return getattr(self.network, "hoist", None)
+
+    def forward(self, x: Tensor, time: Tensor | None = None, *, beside: Tensor, **inputs: Any) -> Tensor:
         return self.network(torch.cat([x, beside], dim=1), time, **inputs)
 
     __call__ = forward
