@@ -283,7 +283,7 @@ def read_adapter(file: str | Path, like: Tensor) -> PerImageAdapter:
 
 
 def carries_reference(pipe: Maker, adapter: PerImageAdapter, exam: Exam) -> AdapterEffect:
-    """An image of one object alone, and a prompt that says nothing of it: an object of that colour and shape."""
+    """An image of one object alone, and a prompt that says nothing about it: an object of that colour and shape."""
     marks: dict[bool, list[Likeness]] = {True: [], False: []}
     counts: list[int] = []
     cards: list[Card] = []

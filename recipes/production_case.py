@@ -230,7 +230,7 @@ def diagnose(pipe: Pipeline, model: Path, folder: Path, asked: Asked) -> str:
     subjects = {
         "the model": open_subject(SubjectSpec(model=str(model), data="scenes"), how),
         "a run": open_subject(SubjectSpec(trace=str(trace))),
-        "its pictures": open_subject(SubjectSpec(images=str(place_of(folder, ARMS[0].name)))),
+        "its images": open_subject(SubjectSpec(images=str(place_of(folder, ARMS[0].name)))),
     }
     said = "\n".join(f"# {name}\n\n{examine(subject).text()}\n" for name, subject in subjects.items())
     return said.replace(str(folder), "out")
@@ -270,7 +270,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=500, help=f"{SHOWN} or more")
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--work", type=Path, default=ROOT / "out/production_case", help="pictures and figures of arms")
+    parser.add_argument("--work", type=Path, default=ROOT / "out/production_case", help="images and figures of arms")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/production_case")
     try:
         run(parser.parse_args(words))

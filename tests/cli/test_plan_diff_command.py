@@ -41,7 +41,7 @@ def test_the_table_says_old_and_new(tell):
     text = tell("plan", "dpmpp_2m", "--grid", "karras", "--steps", "6", "--diff", "--as diffusers").words
     assert "dialect exact diffusers" in text
     assert "2 593.5 → 594 (0.084 %)" in text
-    assert "all but told times and initial scale no effect on the oracle" in text
+    assert "all except the times passed and the initial scale no effect on the oracle" in text
 
 
 def test_a_difference_of_frame_alone_is_none(tell):

@@ -1,5 +1,5 @@
-"""Every Python snippet of the docs runs; one that begins with "# goes on" after the one before it. Those of the README
-are in test_readme."""
+"""Every Python snippet of the docs runs; one that begins with "# continued" after the one before it. Those of the
+README are in test_readme."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIGRATION = ROOT / "docs/howto/from_diffusers.md"  # its blocks build on each ot
 def blocks(page: Path) -> list[str]:
     found: list[str] = []
     for code in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M):
-        if code.startswith("# goes on\n"):
+        if code.startswith("# continued\n"):
             found[-1] += code
         else:
             found.append(code)

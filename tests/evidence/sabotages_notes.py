@@ -141,7 +141,7 @@ def a_pipeline_that_is_not_read(folder: Path) -> Subject:
     return a_pipeline_that_only_diffusers_opens(folder)
 
 
-@noted("not-supported", "A single file carries none")
+@noted("not-supported", "A single file contains no tokenizer")
 def a_file_without_a_tokenizer(folder: Path) -> Subject:
     file = single(folder, "sd1")
     (folder / "tokenizer").unlink()

@@ -156,7 +156,7 @@ def test_a_fault_is_not_hidden_by_what_was_not_checked() -> None:
 
 
 def test_what_has_no_network_is_asked_for_no_target(tmp_path: Path) -> None:
-    """A plan says nothing of a network: nothing key is missing, in strict mode neither."""
+    """A plan says nothing about a network: nothing key is missing, in strict mode neither."""
     (tmp_path / "plan.json").write_text(pellucid.compile_plan("ddim", steps=20).to_json(), "utf-8")
     answer = ask(str(tmp_path / "plan.json"), "--strict")
     assert answer.exit_code == 0, answer.output

@@ -281,7 +281,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     [
         ({"models": ()}, "models must be at least one"),
         ({"models": ("x/a", "y/a")}, "names must be different"),
-        ({"names": ("one",)}, "names must be one a model, 2"),
+        ({"names": ("one",)}, "names must be one per model, 2"),
         ({"names": ("one", "../two")}, "names must be different, of letters"),
         ({"samplers": ("dance",)}, "sampler must be a known name"),
         ({"steps": ()}, "steps must be at least one"),

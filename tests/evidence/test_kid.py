@@ -150,5 +150,5 @@ def test_pairs_have_no_bias() -> None:
 
 
 def test_pairs_need_as_many_of_each() -> None:
-    with pytest.raises(PellucidError, match="pairs must be as many of each side"):
+    with pytest.raises(PellucidError, match="pairs must be equally many on each side"):
         kid_paired(cloud(3), cloud(4), torch.ones(1, 3))

@@ -310,7 +310,7 @@ def test_a_killed_worker_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(kernel, "wait_for", broken)
     monkeypatch.setattr(kernel, "ProcessPoolExecutor", lambda *a, **k: InHere())
-    with pytest.raises(PellucidError, match=r"one was killed\. Run the same again"):
+    with pytest.raises(PellucidError, match=r"a process of the study was killed\. Run the same command again"):
         kernel.over_processes([WorkShare(SamplerStudy, config(), str(tmp_path), i, 2) for i in range(2)])
 
 

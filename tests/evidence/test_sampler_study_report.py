@@ -156,7 +156,7 @@ def test_half_of_a_study_is_reported_over_whole_batches(tmp_path: Path) -> None:
     assert part.results.count == 10
     assert "unfinished: 10 of 24 images" in samplers_report.headline(part)
     empty = SamplerStudy(SamplerStudyConfig(**ASKED), tmp_path / "empty", subject(OraclePipe()))
-    with pytest.raises(PellucidError, match="at least one whole batch"):
+    with pytest.raises(PellucidError, match="at least one complete batch"):
         SamplerFigures(empty, Judges())
 
 

@@ -155,7 +155,7 @@ def test_single_runs_are_told_apart_by_their_intervals() -> None:
     assert skewed.high == pytest.approx(-1 + math.hypot(0.3, 0.4))
     unknown = between([Estimate(10.0)], [Estimate(11.0, 10.6, 11.2)])
     assert unknown.significant is None
-    with pytest.raises(PellucidError, match="as many of each"):
+    with pytest.raises(PellucidError, match="equally many of each, at least one"):
         between([Estimate(1.0)], [])
 
 

@@ -269,8 +269,8 @@ def test_another_told_time_changes_what_the_exact_network_says() -> None:
         ("unipc-3:nowhere", "unknown-grid", "known name"),
         ("unknown:karras", "unknown-sampler", "known name"),
         ("euler_a:karras", "start-stochastic", "deterministic"),
-        ("heun:karras", "start", "one call a step"),
-        ("euler_cfgpp:karras", "start", "one call a step"),
+        ("heun:karras", "start", "one call per step"),
+        ("euler_cfgpp:karras", "start", "one call per step"),
         ("unipc-9:karras", "order", "from 1 to 3"),
     ],
 )

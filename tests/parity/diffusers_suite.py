@@ -4,7 +4,7 @@
 
 `from diffusers import DDIMScheduler` then gives a `pellucid.Scheduler` that is made with DDIMScheduler's keywords.
 Tests of classes that Pellucid does not read are left out. With SUITE_OF=theirs nothing is replaced: what fails then
-says nothing of us (a test that asks the hub, a number of another version).
+says nothing about us (a test that asks the hub, a number of another version).
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def test_controlnets_and_image_prompts(extras: tuple[Path, Path, Path]):
 
 def test_an_image_encoder_alone_is_said_to_wait(extras: tuple[Path, Path, Path]):
     graph = inspect(tiny.saved("sd1")[1], GraphOptions(size=SMALL), image_encoder=extras[1])
-    assert any("image_encoder waits for an IP-Adapter" in note for note in graph.notes)
+    assert any("image_encoder is not used without an IP-Adapter" in note for note in graph.notes)
     assert not graph.out_of("image_encoder")
 
 

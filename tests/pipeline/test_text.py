@@ -530,7 +530,7 @@ def test_sizes_of_different_batches_are_refused() -> None:
         ("a cat", {}, "prompts must be a list"),
         ([None], {}, "prompt must be text"),
         ([None], {"weighting": True}, "prompt must be text"),
-        ([("a", "b", "c")], {}, "one an encoder; got 3"),
+        ([("a", "b", "c")], {}, "one per encoder; got 3"),
         (["a"], {"skip": 5}, "clip skip must be an integer from 0 to"),
         (["a"], {"skip": -1}, "clip skip"),
         (["a"], {"skip": 1.5}, "clip skip"),

@@ -235,7 +235,7 @@ def test_the_page_shows_both_and_keeps_their_traces(tab: CompareTab, session: Se
 
 @pytest.mark.parametrize(
     ("prompt", "seed", "steps", "said"),
-    [("", "7", 4, "prompt must be"), ("a", "x", 4, "seed must be"), ("a", "7", 10_000, "steps must be")],
+    [("", "7", 4, "prompt must not be empty"), ("a", "x", 4, "seed must be"), ("a", "7", 10_000, "steps must be")],
 )
 def test_bad_input_is_a_line_and_nothing_is_lost(
     tab: CompareTab, prompt: str, seed: str, steps: int, said: str

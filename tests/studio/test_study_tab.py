@@ -215,7 +215,7 @@ def test_cancel_says_what_is_kept(page: StudyTab) -> None:
             assert "cancelled" in page.cancel(ME)
             break
     *_, last = events
-    assert "cells are kept; Start goes on" in last[0]
+    assert "cells are kept; Start continues from there" in last[0]
 
 
 def test_bad_input_keeps_what_is_shown(page: StudyTab) -> None:

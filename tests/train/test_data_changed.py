@@ -97,7 +97,7 @@ def test_other_data_are_refused_and_nothing_is_touched(data: Path, change: Calla
     assert (answer.exit_code, answer.stdout) == (2, "")
     assert answer.stderr == (
         f"error[data-changed]: data must be the same as when run began; got {words}. "
-        "Restore it, choose another --out, or go on with it by --data-changed.\n"
+        "Restore it, choose another --out, or pass --data-changed to continue.\n"
     )
     assert files(Path("run")) == before
 

@@ -18,7 +18,7 @@ def test_rows_are_row(name: str, target: str) -> None:
     schedule = schedules.make(name)
     low, high = schedule.span
     inside = low + (high - low) * np.random.default_rng(0).random(20)
-    ends = [low] if target == "score" else [low, high]  # a score says nothing of x0 in pure noise
+    ends = [low] if target == "score" else [low, high]  # a score says nothing about x0 in pure noise
     times = np.array([*ends, *inside])
     for kind in WEIGHTINGS:
         objective = Objective(schedule, target, Times("logit_normal"), Weighting(kind, gamma=3.0, bias=0.5))

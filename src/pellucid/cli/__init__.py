@@ -13,10 +13,9 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from pellucid import __version__
-from pellucid.cli.options import CANCELLED, HELP
+from pellucid.cli.options import CANCELLED, HELP, Command, CommandGroup, CommandTree
 from pellucid.core.errors import PellucidError, is_out_of_memory, system_error
 
 # typer has click inside it since 0.16 and depended on it before: both name the class that all bad usage descends from.
@@ -45,7 +44,7 @@ _COMMANDS = {  # its place in the help, and what it does in a line
 }
 
 
-class OneLineErrors(TyperGroup):
+class OneLineErrors(CommandGroup):
     """A group whose errors are one line on stderr and exit code 2, for every caller."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
@@ -66,7 +65,7 @@ class OneLineErrors(TyperGroup):
             code = CANCELLED
         except Exception as error:
             if is_out_of_memory(error):
-                code = trouble("out-of-memory", f"memory must suffice for what was asked; it ran out. {_SMALLER}")
+                code = trouble("out-of-memory", f"out of memory. {_SMALLER}")
             elif refused := system_error(error):
                 unnamed = "standard output" if refused.errno in _FULL else "file"  # files are named by who writes them
                 code = trouble("file", f"{refused.filename or unnamed}: {refused.strerror}")
@@ -83,7 +82,7 @@ class LazyCommands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         panel, _ = _COMMANDS[name]
         room = import_module(f"pellucid.cli.{name}")
-        alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        alone = CommandTree(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         if hasattr(room, "app"):
             alone.add_typer(room.app, name=name, rich_help_panel=panel)
         else:
@@ -110,8 +109,7 @@ class Pellucid(OneLineErrors):
     def outlined(self) -> Iterator[None]:
         """Inside, commands have names and summaries alone."""
         self.commands = {
-            name: TyperCommand(name, help=summary, rich_help_panel=panel)
-            for name, (panel, summary) in _COMMANDS.items()
+            name: Command(name, help=summary, rich_help_panel=panel) for name, (panel, summary) in _COMMANDS.items()
         }
         try:
             yield

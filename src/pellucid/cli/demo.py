@@ -61,7 +61,7 @@ def _show(found: list[DemoImage], settings: str, load: float, out: Path) -> None
     right, busy = sum(one.grade.right for one in found), sum(one.seconds for one in found)
     for words in (
         f"{right} of {len(found)} match their prompts, as read by pellucid.scenes; {NEW}.",
-        f"{busy / len(found) / workers():.2f} s an image on the CPU, {workers()} at once; loaded in {load:.2f} s.",
+        f"{busy / len(found) / workers():.2f} s per image on the CPU, {workers()} in parallel; loaded in {load:.2f} s.",
         f"wrote {out}",
     ):
         output.say(words)

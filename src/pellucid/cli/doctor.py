@@ -102,7 +102,7 @@ def _check_options(spec: SubjectSpec, run: RunSpec) -> None:
     if spec.model is None and spec.config is None:
         named = [f"--{name}" for name in _RUNS if getattr(run, name) is not None]
         if named:
-            raise PellucidError(f"{', '.join(named)} must come with MODEL or --config; got no such subject.", "usage")
+            raise PellucidError(f"{', '.join(named)} must come with MODEL or --config; got neither.", "usage")
     if spec.model is None:
         for name in ("data", "tokenizer", "dtype", "quick", "adapters"):
             if getattr(spec, name) and not (name == "data" and spec.images):

@@ -48,7 +48,7 @@ def command(
         str | None, option("NAME", "Only this component, as unet or vae, in detail.", panel=_OUT)
     ] = None,
     depth: Annotated[
-        int | None, option("N", "Levels of blocks; 0 for none. 1, or 2 with --component.", panel=_OUT)
+        int | None, option("N", "Levels of blocks, 0 for none (default: 1, or 2 with --component).", panel=_OUT)
     ] = None,
     time: Annotated[
         bool, flag("--time", "Load the weights, run, and show milliseconds by stage and component.", panel=_OUT)

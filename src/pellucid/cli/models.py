@@ -18,7 +18,7 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the models that are here: those that come with Pellucid, the hub's cache, and those in folders.
+    """List the models on this machine: those that come with Pellucid, the hub's cache, and those in folders.
 
     Example: [bold]pellucid models ~/models[/]
     """

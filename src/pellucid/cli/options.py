@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from pellucid.core.errors import PellucidError, rule
 
@@ -96,9 +97,35 @@ def given_only(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def group(words: str) -> typer.Typer:
+class _FlagsWithoutType:
+    """The help names no type for options that take no value, those of typer included."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""
+        return params
+
+
+class Command(_FlagsWithoutType, TyperCommand):
+    pass
+
+
+class CommandGroup(_FlagsWithoutType, TyperGroup):
+    pass
+
+
+class CommandTree(typer.Typer):
+    """A command of commands of our class."""
+
+    def command(self, *args: Any, **options: Any) -> Any:
+        return super().command(*args, **{"cls": Command, **options})
+
+
+def group(words: str) -> CommandTree:
     """A command of commands, which shows its help when it is called alone."""
-    return typer.Typer(help=words, context_settings=HELP, no_args_is_help=True)
+    return CommandTree(cls=CommandGroup, help=words, context_settings=HELP, no_args_is_help=True)
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=model_names)]

@@ -78,7 +78,7 @@ def _without_rows(plan: Plan) -> dict[str, Any]:
 
 def _rows_table(differences: Sequence[Difference]) -> Table:
     """A row for each that differs; `old → new (relative size)` in the column of its kind."""
-    kinds = [k for k in ("told time", "level", "churn", "weights") if any(kind_of(d) == k for d in differences)]
+    kinds = [k for k in ("time passed", "level", "churn", "weights") if any(kind_of(d) == k for d in differences)]
     rows = []
     for index in sorted({d.row for d in differences}):
         here = [d for d in differences if d.row == index]

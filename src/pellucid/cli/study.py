@@ -49,7 +49,7 @@ FirstSeed = Annotated[int | None, option("N", "Seed of the first image (default:
 Folder = Annotated[Path, option("FOLDER", "Output folder; an interrupted study in it continues.")]
 GuidanceText = Annotated[str | None, option("TEXT", "4, 4 + apg, … (default: the model's own).")]
 Inception = Annotated[Path | None, option("FILE", "Inception's weights, for KID and FID (default: the cached ones).")]
-Part = Annotated[str | None, option("NAME", "unet, or dit: the transformer beside it (default: unet).")]
+Part = Annotated[str | None, option("NAME", "unet, or dit: the transformer next to it (default: unet).")]
 PathSteps = Annotated[
     int | None, option("N", "Steps of a stochastic sampler's own converged images (default: 500).", min=2)
 ]
@@ -167,7 +167,7 @@ def study_adherence(
     ray: Ray = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask for combinations that training never saw, read the images, and count what is right.
+    """Generate combinations unseen in training and count how many images match their prompts.
 
     Writes a table, a sheet of 100 random images and a sheet of failures.
 
@@ -237,7 +237,7 @@ def study_guidance(
     ray: Ray = None,
     as_json: AsJson = False,
 ) -> None:
-    """Guide one model with every scale under every rule, and find the useful ones.
+    """Run one model at every guidance scale with every rule, and find the useful settings.
 
     Adherence, colour bleeding, saturation, sharpness and diversity, with intervals; report.html and charts.
 
@@ -444,7 +444,7 @@ def study_interaction(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask models of different schedules and architectures for the same images by the same samplers.
+    """Compare the same samplers on models with different schedules and architectures.
 
     Reports each model's best sampler with its interval, where the best one changes, how certain that is, and what it
     costs to keep another model's sampler. An interrupted study continues.

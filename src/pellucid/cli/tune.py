@@ -58,7 +58,7 @@ def command(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tune the levels, the weights and the times of a plan, so that a few steps end where many would.
+    """Tune the levels, the weights and the times of a plan, so that a few steps come close to the result of many.
 
     The marginal law holds by construction. Held-out seeds and prompts decide when to stop, and their measurements are
     stored in the plan. If the tuned plan is not better than its start, the start is kept.

@@ -79,7 +79,7 @@ def compile_plan(
     end = draft.end or path.legs[-1].end
     if stop is not None and stop < count:  # a peer plans all steps, then stops early: its last rows are not special
         if len(draft.rows) != len(path.legs):
-            raise PlanError(rule("stop", f"None for {entry.name}, which calls the model twice a step", stop), "stop")
+            raise PlanError(rule("stop", f"None for {entry.name}, which calls the model twice per step", stop), "stop")
         end = path.legs[stop - skip].start
         draft = replace(draft, rows=draft.rows[: stop - skip])
     scale = begin.sigma if skip or between is not None else setup.initial_scale
@@ -143,7 +143,7 @@ def _check_cuts(
         return
     if skip or stop is not None or dialect == "diffusers" or entry.family == "inversion":
         raise PlanError(
-            "between must stand without skip, stop, inversion and the diffusers dialect, which counts whole legs.",
+            "between cannot be combined with skip, stop, inversion or the diffusers dialect.",
             "between",
         )
 
@@ -172,6 +172,8 @@ def default_grid(entry: Sampler, curve: Schedule, dialect: str) -> str:
 
 def _why_not(curve: Schedule, kind: Target) -> str:
     if kind in ("eps", "score") and "eps" not in curve.carries:
-        return "At zero terminal SNR x is pure noise, so eps says nothing of x0: use a v or x0 model."
-    home = {"flow": "flow", "edm": "edm"}.get(kind)
-    return f"A model for {kind} wants the schedule `{home}`." if home else ""
+        return "At zero terminal SNR x is pure noise, so eps says nothing about x0: use a v or x0 model."
+    return {
+        "flow": "A flow model needs the schedule `flow`.",
+        "edm": "An edm model needs the schedule `edm`.",
+    }.get(kind, "")

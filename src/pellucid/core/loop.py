@@ -49,7 +49,7 @@ def run(
     check_fits(plan, getattr(denoiser, "schedule", None), getattr(denoiser, "target", None))
     if gradients and getattr(denoiser, "gradients", True) is False:
         raise PellucidError(
-            "gradients must be asked of the denoiser too; got a denoiser without. "
+            "the denoiser must have gradients enabled; got one without. "
             "Make it with pellucid.denoiser(…, gradients=True).",
             "gradients",
         )

@@ -109,7 +109,7 @@ def _chain(first: tuple[float, float], second: tuple[float, float]) -> tuple[flo
 
 
 def _to_eps(target: Target, level: Level, sigma_data: float) -> tuple[float, float]:
-    """(k_x, k_out) with eps = k_x·x + k_out·out; finite at sigma 0, where x0 = x / alpha says nothing of eps."""
+    """(k_x, k_out) with eps = k_x·x + k_out·out; finite at sigma 0, where x0 = x / alpha says nothing about eps."""
     a, s = level.alpha, level.sigma
     if target == "v":
         norm = length(a, s)
@@ -131,7 +131,7 @@ def from_eps(target: Target, level: Level, sigma_data: float) -> tuple[float, fl
     k_x, k_out = _to_eps(target, level, sigma_data)
     if k_out == 0.0:
         raise PellucidError(
-            f"target must not be made from eps at alpha 0: pure noise says nothing of x0, so nothing of {target}.",
+            f"{target} cannot be made from eps at alpha 0: pure noise says nothing about x0, nor about {target}.",
             code="alpha-zero",
         )
     return -k_x / k_out, 1.0 / k_out

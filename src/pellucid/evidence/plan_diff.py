@@ -22,12 +22,12 @@ from pellucid.core.wording import named, short
 TOLERANCE = 1e-12  # relative: below it two numbers differ by rounding alone
 POINTS = 64
 _FIELDS = {
-    "told time": ("time",),
+    "time passed": ("time",),
     "level": ("level",),
     "weights": ("x", "anchor", "held", "span", "draws"),
     "churn": ("pre_noise", "pre_span", "pre_draws"),
 }
-_KINDS = {"time": "told time", "alpha": "level", "sigma": "level", "pre_noise": "churn"}  # the rest are weights
+_KINDS = {"time": "time passed", "alpha": "level", "sigma": "level", "pre_noise": "churn"}  # the rest are weights
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _effects_of(mine: Plan, other: Plan, differences: Sequence[Difference], benc
         effects.append(bench.effect("initial scale", *pair, note="from noise of that scale"))
     pair = (other, bench.points(other)), (mine, bench.points(mine))
     note = "from the same points at the first levels"
-    effects.append(bench.effect("all but told times and initial scale", *pair, note=note))
+    effects.append(bench.effect("all except the times passed and the initial scale", *pair, note=note))
     pair = (other, bench.noise(other)), (mine, bench.noise(mine))
     note = "through perfect networks that are passed the time, from noise of each initial scale"
     effects.append(bench.effect("all", *pair, timed=True, note=note))
@@ -190,7 +190,7 @@ def _swapped(kind: str, mine: Plan, other: Plan, differences: Sequence[Differenc
     count = len({d.row for d in differences if d.row >= 0 and kind_of(d) == kind})
     if not count:
         return None
-    timed = kind == "told time"
+    timed = kind == "time passed"
     if timed and mine.schedule != other.schedule:
         return Effect(kind, count, None, "times of two schedules have no common meaning")
     bases = kind == "weights" and mine.basis != other.basis

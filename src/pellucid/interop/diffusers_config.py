@@ -124,7 +124,7 @@ def read(source: Any, strict: bool = True) -> SchedulerSettings:
         _check_value(f"{key} of {name}", key, known[key], value)
     problems += unsupported(name, values)
     if problems and strict:
-        raise PellucidError(" ".join(problems) + " Pass strict=False to go on without.", "config-key")
+        raise PellucidError(" ".join(problems) + " Pass strict=False to ignore it.", "config-key")
     for problem in problems:
         warnings.warn(problem, stacklevel=3)
     if name == "TCDScheduler" and _filter_of(values) is not None:

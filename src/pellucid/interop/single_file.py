@@ -392,8 +392,8 @@ def _find_tokenizer(path: Path, given: Path | None) -> Tokenizer:
             return Tokenizer.load(place)
     raise PellucidError(
         f"tokenizer must be a folder with CLIP's vocab.json and merges.txt; got {given.name if given else None!r}. "
-        "A single file carries none: pass tokenizer= (the tokenizer folder of any Stable Diffusion 1 model), put it "
-        f"beside the file as tokenizer/, or fetch {_CLIP_REPO} once.",
+        "A single file contains no tokenizer: pass tokenizer= (the tokenizer folder of any Stable Diffusion 1 model), "
+        f"put it next to the file as tokenizer/, or fetch {_CLIP_REPO} once.",
         "tokenizer-missing",
     )
 

@@ -50,7 +50,7 @@ def chosen() -> str:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
     """softmax(q kᵀ / √d) v over (batch, heads, length, d); `mask` is added to the logits, or bool: True is seen."""
-    if not causal and chosen() == "auto" and ops.few_keys(q, k, mask):
+    if not causal and ops.few_keys(q, k, mask) and chosen() == "auto":
         return ops.attend_few(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
 

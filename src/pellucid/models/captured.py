@@ -378,7 +378,7 @@ def _packed_input(r: _Registers, slot: Tensor, dtype: torch.dtype) -> Tensor:
     return (r.called * scale)[slot].to(dtype)
 
 
-def _called_through(network: Any) -> list[Any]:
+def called_through(network: Any) -> list[Any]:
     """A network as it is called, what that calls, and so on to the module that computes."""
     chain = [network]
     while not isinstance(chain[-1], nn.Module) and hasattr(chain[-1], "network"):
@@ -485,7 +485,7 @@ class StepGraphs:
     def sweep(self) -> None:
         for registers in self.free:
             for key, program in list(registers.programs.items()):
-                if _called_through(program.network)[-1] in self.gone:
+                if called_through(program.network)[-1] in self.gone:
                     del registers.programs[key]
 
     def clear(self) -> None:
@@ -598,7 +598,7 @@ class DeviceStepper:
         weights = tuple(p.data_ptr() for network in self.networks for p in network.parameters())
         table = None if sources.table is None else (_power(len(sources.table)), sources.table.shape[1])
         registers, network = self.registers, run.owner.network
-        *wrappers, computes = _called_through(network)
+        *wrappers, computes = called_through(network)
         called = tuple(type(one) for one in wrappers), id(computes), hash(weights), run.owner.dtype
         forms = ops.wanted(), attention.chosen()
         key = (called, forms, calls, tuple(shapes), table, rules, pattern.flags, registers.drawn)

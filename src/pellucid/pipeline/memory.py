@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError
 from pellucid.interop.components import Components
 from pellucid.models import graph_memory, lora
-from pellucid.models.captured import DeviceStepper, bucket
+from pellucid.models.captured import DeviceStepper, bucket, called_through
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.pipeline.decode import decode
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
@@ -24,7 +24,7 @@ from pellucid.pipeline.encoders.image_inputs import is_inpainting
 from pellucid.pipeline.ghost import META, Kernels, Rehearsal, Shadows
 from pellucid.pipeline.model import Model, RunSettings, networks_by_name, set_memory_format, with_views
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.prepare import Prepared, denoise, prepare, settle
+from pellucid.pipeline.prepare import ControlledDenoiser, Prepared, denoise, prepare, settle
 from pellucid.pipeline.request import Control, Request
 from pellucid.pipeline.tracker import GRAIN, METER, Peak, borrowed_bytes, metered, standing_bytes
 
@@ -158,9 +158,10 @@ class _GhostModel(Model):
 def _hoisted(prepared: Prepared, ghost: _GhostModel) -> list[Any]:
     """The text's keys and values that a run makes once, and the copies that a program keeps."""
     denoiser = prepared.denoiser
+    denoiser = denoiser.guided if isinstance(denoiser, ControlledDenoiser) else denoiser
     if ghost.policy.offload != "none" or not isinstance(denoiser, GuidedDenoiser):
         return []
-    network: Any = denoiser.network
+    network: Any = called_through(denoiser.network)[-1]
     given = [one["context"] for one in (denoiser.uncond, denoiser.cond) if one and "context" in one]
     if not given or not hasattr(network, "text_tokens"):
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -27,6 +27,7 @@ from pellucid.interop import diffusers_config, source
 from pellucid.interop.components import Components, Network
 from pellucid.interop.diffusers_plan import compile_reading, noise_notes, pipeline_options
 from pellucid.models.blocks import within
+from pellucid.models.captured import called_through
 from pellucid.models.controlnet import Controlled, Hint
 from pellucid.models.guidance import Guidance, scale_notes, steps_before, steps_of
 from pellucid.models.guided import GuidedDenoiser, GuidedRun
@@ -255,7 +256,7 @@ def prepare(
         dtype=working_dtype(parts.network),
         keep_raw=bool(run.plan.options.get("keep_eps")),
     )
-    called = list(_layers_of(network))
+    called = called_through(network)
     switch = next((layer for layer in called if isinstance(layer, HintSwitch)), None)
     weak = [] if request.weak is None else [request.weak.components.network]
     return Prepared(
@@ -370,14 +371,6 @@ def _network_of(run: RunSettings, conditions: Conditions, clean: Tensor | None) 
         drawn = 1 if image_inputs.one_for_all(run) else run.count
         run.noise.beside(clean.shape[1:], torch.empty(0), range(drawn))
     return called, conditions
-
-
-def _layers_of(network: Any) -> Iterator[Any]:
-    """A network as it is called, what that calls, and so on to the module that computes."""
-    yield network
-    while isinstance(network, HintSwitch | image_inputs.Inpainting):
-        network = network.network
-        yield network
 
 
 def _weak_network(run: RunSettings) -> Any:

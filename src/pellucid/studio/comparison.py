@@ -163,7 +163,7 @@ def _frame(trace: Trace, index: int, look: Preview | None) -> Frame:
 # --- As HTML --------------------------------------------------------------------------------------------------------
 
 _ROWS = 40  # of a table of rows
-_KINDS = ("told time", "level", "churn", "weights")
+_KINDS = ("time passed", "level", "churn", "weights")
 _WIDEST = 1600  # pixels of a sheet on the page; the file holds it whole
 
 _STYLE = """<style>

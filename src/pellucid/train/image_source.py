@@ -240,7 +240,7 @@ class ImageSource(ABC):
                 try:
                     return self.decoded(now, place, unread)
                 except MemoryError:
-                    raise  # says nothing of the file
+                    raise  # says nothing about the file
                 except Exception as error:  # a damaged file makes its reader fail in any way
                     why = _reason(error)
             unread[now] = why

@@ -111,7 +111,7 @@ class LatentSource:
 
     def damaged(self, why: str) -> PellucidError:
         return PellucidError(
-            f"latent cache must be whole; {self.folder.name} is not: {why}. Make it again: what is whole is kept.",
+            f"latent cache must be intact; {self.folder.name} is not: {why}. Make it again; intact shards are kept.",
             "latents-damaged",
         )
 

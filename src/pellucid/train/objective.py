@@ -122,7 +122,7 @@ class Weighting:
         if self.kind == "uniform":
             return 1.0
         _, slope = targets.from_x0(target, level, sigma_data)
-        if slope == 0.0:  # eps at pure noise says nothing of x0: whatever it is costs nothing
+        if slope == 0.0:  # eps at pure noise says nothing about x0: whatever it is costs nothing
             return 0.0
         return self.on_x0(level, sigma_data) / slope**2
 

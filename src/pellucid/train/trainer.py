@@ -215,7 +215,7 @@ class Trainer:
         step, damaged = self.checkpoints.latest(), self.checkpoints.damaged
         if step is None and damaged:
             advice = f"Remove {self.checkpoints.folder} to start over, or choose another --out."
-            line = f"checkpoints must be whole, or one of them; all are damaged ({some(damaged)}). {advice}"
+            line = f"at least one checkpoint must be intact; all are damaged ({some(damaged)}). {advice}"
             raise PellucidError(line, "checkpoint-damaged")
         if step is None:
             return 0
@@ -307,7 +307,7 @@ class Trainer:
         first = self.resume()
         other = from_first(self.data_since_start) if first else ""
         if other and not data_changed:
-            advice = "Restore it, choose another --out, or go on with it by --data-changed."
+            advice = "Restore it, choose another --out, or pass --data-changed to continue."
             must = f"data must be the same as when {self.folder} began"
             raise PellucidError(f"{must}; got {other}. {advice}", "data-changed")
         self.claim()

@@ -28,7 +28,7 @@ def first_order_eps(a: Level, b: Level, x: Form = X, eps: Form = P0) -> Form:
 
 
 def refuse_blind(a: Level) -> None:
-    """A sampler that remembers eps cannot leave pure noise: eps there says nothing of x0."""
+    """A sampler that remembers eps cannot leave pure noise: eps there says nothing about x0."""
     if a.alpha == 0.0:
         raise PlanError(
             "start must be below pure noise for a sampler on eps; got alpha 0. Use ddim, euler, dpmpp_2m or unipc, "

@@ -126,7 +126,10 @@ def _why(pipe: Pipeline, one: Adapter) -> tuple[str, str]:
         net = pipe.controlnet_of(one)
         if _all_zero([*net.controlnet_down_blocks, net.controlnet_mid_block]):
             return "Its output layers are all zero: it is new and was never trained.", "Train it, or load its weights."
-        return f"It acts only from {one.start:g} to {one.end:g} of the run, where no step lies.", "Widen start and end."
+        return (
+            f"It is active only from {one.start:g} to {one.end:g} of the run, and no step falls there.",
+            "Widen start and end.",
+        )
     if isinstance(one, ImagePrompt):
         if _all_zero([pair.to_v_ip for pair in pipe.ip_adapter_of(one).pairs]):  # type: ignore[misc]
             return "The values that it adds are all zero: it is new and was never trained.", "Load its weights."

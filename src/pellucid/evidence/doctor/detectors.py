@@ -318,7 +318,7 @@ def _time_evidence(seen: list[BestTime], curve: Schedule) -> Iterator[tuple[str,
     """At each level the time of least error, and the one that a schedule has there."""
     for one in seen:
         yield f"time of least error at sigma/alpha {one.ratio:g}", one.time
-        yield f"time told at sigma/alpha {one.ratio:g}", float(curve.time_at(one.ratio))
+        yield f"time passed at sigma/alpha {one.ratio:g}", float(curve.time_at(one.ratio))
 
 
 def _unknown_schedule(answer: Answer, seen: list[BestTime], curve: Schedule) -> Finding:

@@ -233,7 +233,7 @@ def _exact_evidence(subject: Subject, row: int) -> Evidence:
         return ()
     differing = sum(a.x != b.x for a, b in zip(plan.rows, rows, strict=False))
     time = f"{plan.rows[row].time:.6g}"
-    return ("time told there", time), ("rows with other weights than the exact plan", differing)
+    return ("time passed there", time), ("rows with other weights than the exact plan", differing)
 
 
 def _schedule_of_betas(subject: Subject, plan: Plan, why: str) -> DiscreteVP:
@@ -296,8 +296,8 @@ def in_noise(subject: Subject, plan: Plan) -> Iterator[Finding]:
             ("of the first with an image", last.ratio),
         ),
         "A grid that is even in powers or logarithms of sigma, such as Karras', is for schedules that end at a sigma "
-        f"of about 14 or 80. This one goes on to {plan.start.ratio:.3g}, and {plan.nfe - there} calls are left for all "
-        "of the image.",
+        f"of about 14 or 80. This schedule reaches {plan.start.ratio:.3g}, and {plan.nfe - there} calls are left for "
+        "all of the image.",
         "--grid trailing (even in time), or more steps",
     )
 
@@ -321,7 +321,7 @@ def last_level(subject: Subject, plan: Plan) -> Iterator[Finding]:
     )
 
 
-@check("told times")
+@check("repeated times")
 def repeated_times(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """Levels that differ and times that do not."""
     first: dict[float, float] = {}  # the level at which a time is passed for the first time

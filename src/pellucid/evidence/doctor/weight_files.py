@@ -253,7 +253,7 @@ def numbers(subject: Subject) -> Iterator[Finding]:
                 "weights-not-finite",
                 "error",
                 f"{len(broken)} weights of {part} hold NaN or infinity",
-                (("weights", len(broken)), ("first", broken[0]), ("numbers that are none in it", count),
+                (("weights", len(broken)), ("first", broken[0]), ("non-finite values in it", count),
                  ("dtype", dtype_name(tensor.dtype))),
                 "Whatever passes through them is NaN: the training diverged, or a conversion to half precision "
                 "overflowed.",

@@ -450,7 +450,7 @@ def _out_of_reach(goal: Path, error: Exception) -> PellucidError:
         error.close()  # it is the answer, with its connection
     words = (str(cause) or type(cause).__name__).splitlines()[0][:120]
     return PellucidError(
-        f"Inception weights must be given as a path, or lie in {goal.parent}, or be within reach; "
+        f"Inception weights must be given as a path, be in {goal.parent}, or be downloadable; "
         f"the download failed ({words}). Fetch {WEIGHTS_NAME} elsewhere and name it with --inception.",
         "weights-network",
     )

@@ -571,5 +571,5 @@ def _images(report: GuidanceReport) -> Images:
         figure, kind = cell.figures[found.adherence], _KINDS[found.adherence]
         cells.append(ImageCell(guidance, study.shown(guidance), f"{kind.title} {kind.words(figure)}"))
     first = [guidance for guidance in ("1", report.advice.guidance) if guidance in found.cells]
-    note = "The same prompts and the same noise in every cell, one image a prompt. Choose two to compare."
+    note = "The same prompts and the same noise in every cell, one image per prompt. Choose two to compare."
     return Images("Images", cells, note, [str(key) for key in first])

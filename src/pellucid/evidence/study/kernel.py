@@ -270,7 +270,7 @@ def over_processes(shares: Sequence[WorkShare], done: Callable[[int], object] = 
         with ProcessPoolExecutor(len(own_shares), mp_context=get_context("spawn")) as pool:
             wait_for([pool.submit(make_share, share) for share in own_shares], Path(shares[0].folder), done)
     except BrokenProcessPool:
-        words = "a process of the study must live to its end; one was killed. Run the same command again: it continues."
+        words = "a process of the study was killed. Run the same command again: it continues."
         raise PellucidError(words, "shard-killed") from None
 
 

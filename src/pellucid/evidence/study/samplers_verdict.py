@@ -132,11 +132,11 @@ def _about_knee(knee: Knee) -> str:
     cost = knee.cost
     if knee.beyond == "more":
         return (
-            f", the best of what was asked. No knee was found within the asked steps: at {cost.value:g} calls, the "
-            "most that were asked, there is still a gain. Ask for more steps"
+            f", the best of those measured. No knee was found: at {cost.value:g} calls, the most that were measured, "
+            "images still improve. Measure more steps"
         )
     if knee.beyond == "unknown":
-        return f", the best of what was asked. No knee can be found at {cost.value:g} calls alone: ask for more steps"
+        return f", the best of those measured. No knee can be found from {cost.value:g} calls alone: measure more steps"
     span = f"{cost.low:g}" if cost.low == cost.high else f"{cost.low:g} to {cost.high:g}"
     less = "a doubling of the calls gains less than it does on the average of the range"
     more = less if knee.beyond == "less" else "more calls gained nothing"
@@ -246,7 +246,7 @@ def _of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
         if cells[held[0]].setup.file is None and calls[0] <= nfe <= calls[-1] and np.isfinite(table[held, 0]).all():
             others[text] = _over_range(np.log([nfe]), np.log(calls), table[held])
     if not others or not np.isfinite(table[i, 0]):
-        return f"{label}: {nfe} calls, where no sampler was asked to compare it with."
+        return f"{label}: no other sampler was measured at {nfe} calls to compare it with."
     sign = 1.0 if column.measure.less else -1.0
     least = min(sign * held[0] for held in others.values())
     best = next(text for text, held in others.items() if sign * held[0] <= least + _TIE_OF_DISTANCES * scaled)

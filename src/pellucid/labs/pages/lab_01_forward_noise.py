@@ -171,7 +171,7 @@ assert min(errors["scaled_linear"], errors["linear"]) > 1.3 * errors["cosine"]
 # sqrt(ᾱ)·x0 + sqrt(1−ᾱ)·eps, so training draws a random time for each image and never walks. I compare schedules over
 # log-SNR and not over t: they differ in how many times they spend at which SNR, and in the SNR that is left at the
 # end. That last number is a tradeoff: above zero it leaks the brightness, at zero eps cannot be the target any more,
-# because there x says nothing of x0. A schedule belongs to its network: at the same time under another schedule, the
+# because there x says nothing about x0. A schedule belongs to its network: at the same time under another schedule, the
 # error of x0 grows, as the last block printed."
 #
 # Your turn

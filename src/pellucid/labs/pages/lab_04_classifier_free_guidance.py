@@ -123,7 +123,7 @@ for axis, index, name in zip(
 # A negative prompt is the other branch
 # -------------------------------------
 # There is no third prediction. The text of the negative prompt takes the place of the empty one in uncond, and guidance
-# leads away from it. Here the prompt says nothing of the size; the negative prompt does.
+# leads away from it. Here the prompt says nothing about the size; the negative prompt does.
 plain = "a red star on a white background"
 sizes = {}
 for negative in ("", "a small red star on a white background"):

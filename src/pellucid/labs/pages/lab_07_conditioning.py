@@ -37,6 +37,7 @@ from pellucid import scenes
 from pellucid.labs import few
 from pellucid.models.attention import split_heads
 from pellucid.models.dit import DiT, DiTConfig, PixArt, PixArtConfig
+from pellucid.models.ops import residual
 from pellucid.pipeline.encoders.text import encode_prompts
 
 # %%
@@ -177,13 +178,21 @@ print(f"modulation of one block: {tuple(seen['modulation'].shape)} = 6 × {dit.c
 
 # %%
 # *adaLN-Zero*: training begins with all gates at zero, so that every block is the identity at first. A gate of zero
-# lets nothing of the block through, whatever the block computes.
+# lets nothing of the block through, whatever the block computes. A block returns the tokens after its attention, and
+# what its MLP adds to them with its gate; ``residual`` is that sum.
 tokens = seen["tokens"]
+
+
+def block_output(modulation):
+    with torch.no_grad():
+        x, update = first(tokens, None, modulation.flatten(1))  # modulation (1, 6, D)
+        return residual(x, *update)
+
+
 modulation = torch.randn(1, 6, dit.config.width)
-with torch.no_grad():
-    open_gates = first(tokens, modulation)
-    modulation[:, [2, 5]] = 0.0
-    closed = first(tokens, modulation)
+open_gates = block_output(modulation)
+modulation[:, [2, 5]] = 0.0  # both gates
+closed = block_output(modulation)
 moved, kept = ((found - tokens).abs().max() for found in (open_gates, closed))
 print(f"open gates change the tokens by {moved:.2f}, closed ones by {kept:g}")
 assert torch.equal(closed, tokens)
