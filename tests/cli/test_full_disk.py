@@ -143,7 +143,7 @@ def test_out_of_memory_anywhere_is_one_line(
 
     with monkeypatch.context() as patch:
         patch.setattr("pellucid.pipeline.repeat.load", fail)
-        assert refuse("sample", str(place / "model")).startswith("error[out-of-memory]: memory must suffice")
+        assert refuse("sample", str(place / "model")).startswith("error[out-of-memory]: out of memory")
     with monkeypatch.context() as patch:
         patch.setattr("pellucid.models.unet.UNet.forward", fail)
         patch.setattr("pellucid.pipeline.memory.predict", fail)
