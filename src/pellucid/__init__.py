@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from pellucid._version import __version__
 
 # torch's threads spin while they wait for each other. Two processes on the same cores then wait for threads that cannot
 # run: 59 s for an image that takes 0.5 (bench/waiting_threads.py). So they spin for a short while, and then sleep.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +82,11 @@ def test_star_import_gives_them_all() -> None:
     space: dict[str, object] = {}
     exec("from pellucid import *", space)
     assert set(PUBLIC) <= set(space)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert pellucid.__version__ == project["version"]
 
 
 COST = """

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pellucid import __version__
+from pellucid._version import __version__
 from pellucid.cli.options import CANCELLED, HELP, Command, CommandGroup, CommandTree
 from pellucid.core.errors import PellucidError, is_out_of_memory, system_error
 

@@ -5,5 +5,5 @@ they are made of: `components`, `family`, `weights`, `tokenizer`. Adapters: `lor
 three-call API), `diffusers_config` and `diffusers_export` (config ↔ reading), `diffusers_plan` (reading → plan),
 `diffusers_classes` (diffusers' defaults). Live pipelines: `wrap`, `wrap_branches`, `wrap_proxies`. k-diffusion's
 convention: `kdiffusion`. Files that are whole or absent, and locks on them: `atomic_files`, `lock`.
-Everything else here (`lora_keys`, `lora_parts`, `lora_tokens`, `scheduler_api`, `single_file_*`) is this room's own.
+Everything else here (`lora_keys`, `lora_parts`, `scheduler_api`, `single_file_*`) is this room's own.
 """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import parse_json
-from pellucid.interop import lora_tokens, weights
+from pellucid.interop import weights
 from pellucid.interop.atomic_files import writing
 from pellucid.interop.lora_keys import Layer, Spellings, numbered, take_apart
 from pellucid.interop.lora_parts import Config, Strength, make
@@ -61,7 +62,7 @@ def load(path: str | Path, networks: Networks, name: str | None = None) -> Adapt
 def _read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
     """The adapters in a file's tensors, in whichever layout; a key that fits no layer is listed as unused."""
     base = {component: layer_weights(network) for component, network in networks.items()}
-    tokens, held = lora_tokens.tokens(name, file.tensors, file.metadata)
+    tokens, held = _tokens_of(name, file.tensors, file.metadata)
     stems, unused = _sorted_by_stem({key: tensor for key, tensor in file.tensors.items() if key not in held})
     spelled, numbers = Spellings(networks), _numbered_layers(name, stems, file, base)
     layers: dict[str, dict[str, Delta]] = {}
@@ -158,7 +159,7 @@ def _open_all(path: Path, networks: Networks) -> Iterator[AdapterFile]:
 def open_folder(folder: Path, component: str | None) -> AdapterFile:
     """One file with a known name, or else the only one that could be meant; PEFT's config and tokens beside it."""
     named = [folder / f"{stem}{end}" for stem in _STEMS for end in (".safetensors", ".bin")]
-    tokens = sorted({file for pattern in lora_tokens.FILES for file in folder.glob(pattern)} - set(named))
+    tokens = sorted({file for pattern in _TOKEN_FILES for file in folder.glob(pattern)} - set(named))
     others = [file for file in sorted(folder.glob("*.safetensors")) if file not in tokens]
     files = [file for file in named if file.is_file()][:1] or others
     if len(files) != 1:
@@ -243,3 +244,48 @@ def _saved(delta: Delta, text: bool) -> dict[str, Tensor]:
     if isinstance(delta, DoRA):
         found["lora_magnitude_vector"] = delta.magnitude.reshape(1, -1, *ones) if ones else delta.magnitude
     return found
+
+
+# --- tokens: words whose vectors were trained together with the layers (pivotal tuning) ------------------------------
+
+_EMBED = "<embed>"  # what the metadata of cloneofsimo's files say of the key of a token
+_ENCODERS = {"clip_l": 0, "clip_g": 1, "text_encoders_0": 0, "text_encoders_1": 1}
+_UNNAMED = "emb_params"  # a token that is named like its file
+_BUNDLED = re.compile(rf"bundle_emb\.(?P<word>[^.]+)\.(?P<part>string_to_param\..+|{'|'.join(_ENCODERS)}|{_UNNAMED})")
+_TOKEN = re.compile(r"<[^<>\s]+>")
+_TOKEN_FILES = ("embeddings.safetensors", "*_emb.safetensors")  # beside a LoRA, of diffusers' advanced training scripts
+
+
+class _Vector(NamedTuple):
+    """The vectors of one word for one text encoder."""
+
+    word: str
+    encoder: int
+    tensor: Tensor
+
+
+def _tokens_of(
+    name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[dict[str, tuple[Tensor, ...]], set[str]]:
+    """The vectors (count, D) or (D,) of each word, for each text encoder in turn, and the keys that held them."""
+    found: dict[str, dict[int, Tensor]] = {}
+    keys: set[str] = set()
+    for key, tensor in tensors.items():
+        for vector in _vectors(name, key, tensor, metadata.get(key) == _EMBED):
+            found.setdefault(vector.word, {}).setdefault(vector.encoder, vector.tensor)
+            keys.add(key)
+    return {word: tuple(by[n] for n in sorted(by)) for word, by in found.items()}, keys
+
+
+def _vectors(name: str, key: str, tensor: Tensor, embed: bool) -> Iterator[_Vector]:
+    """What a key holds, if it is one of a token: A1111's bundles, diffusers' and replicate's rows, cloneofsimo's."""
+    bundled = _BUNDLED.fullmatch(key)
+    if bundled is not None:
+        yield _Vector(bundled["word"], _ENCODERS.get(bundled["part"], 0), tensor)
+    elif key in _ENCODERS and tensor.ndim == 2:  # a row for each of <s0>, <s1>, …
+        for n, row in enumerate(tensor):
+            yield _Vector(f"<s{n}>", _ENCODERS[key], row)
+    elif key == _UNNAMED:
+        yield _Vector(name, 0, tensor)
+    elif embed or _TOKEN.fullmatch(key):
+        yield _Vector(key, 0, tensor)

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from PIL import Image, PngImagePlugin
 
-from pellucid import __version__
+from pellucid._version import __version__
 from pellucid.core import dialect as dialects
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.noise import check_seed

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from pellucid import __version__
+from pellucid._version import __version__
 from pellucid.core.batch import Work
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import Brownian, NoiseSource, Philox, TorchStream

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pellucid import __version__
+from pellucid._version import __version__
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import Plan
 from pellucid.evidence.statistics import mean_interval
