@@ -248,10 +248,9 @@ def compiled(cls: str, raw: dict[str, Any], ours: nn.Module) -> Any:
     """diffusers' network with our weights, compiled."""
     import diffusers
 
-    with torch.device("meta"):
-        theirs = getattr(diffusers, cls).from_config(raw)
-    weights = {name: value.detach().clone() for name, value in ours.state_dict().items()}
-    theirs.load_state_dict(weights, assign=True)
+    with torch.device(DEVICE):
+        theirs = getattr(diffusers, cls).from_config(raw).to(BF16)
+    theirs.load_state_dict(ours.state_dict())
     theirs = theirs.eval().requires_grad_(False).to(memory_format=torch.channels_last)
     if cls == "AutoencoderKL":
         theirs.decode = torch.compile(theirs.decode, mode="reduce-overhead", fullgraph=True)
@@ -505,7 +504,9 @@ def start(tiny: bool = False) -> None:
     from pellucid.models.clip import CLIPTextEncoder
     from pellucid.models.clip_config import CLIPTextConfig
 
+    kept = pellucid.load("scenes-128", device="cpu")
     text = {"vocab_size": 49408, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
+    text["max_position_embeddings"] = kept.components.text_encoders[0].config.max_position_embeddings
     raw, kinds = dict(SD15), dict(VAE)
     if tiny:
         raw |= {"block_out_channels": [32, 32, 64, 64], "norm_num_groups": 8}
@@ -517,7 +518,6 @@ def start(tiny: bool = False) -> None:
             config.read(CLIPTextConfig, {**text, "num_attention_heads": 12}), projection=False
         ),
     }
-    kept = pellucid.load("scenes-128", device="cpu")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "sd15"
         kept.save(place)
@@ -546,7 +546,7 @@ def start(tiny: bool = False) -> None:
             if done.returncode != 0:
                 raise RuntimeError(done.stderr[-2000:])
             told = json.loads(done.stdout)
-            stages = {name: round(stage["seconds"], 2) for name, stage in told["stages"].items()}
+            stages = {stage["name"]: round(stage["seconds"], 2) for stage in told["stages"]}
             say(
                 f"{round_} process to its image, {size / 2**30:.2f} GiB of weights",
                 seconds=round(seconds, 2),
@@ -586,7 +586,7 @@ def growth(runs: int = 1000) -> None:
             held, reserved = torch.cuda.memory_allocated() / 2**20, torch.cuda.memory_reserved() / 2**20
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
             seen.append(f"{k}: {held:.0f} / {reserved:.0f} / {resident:.0f}")
-    say("growth, runs: MB allocated / reserved / of the process", seen=seen)
+            say("growth, runs: MB allocated / reserved / of the process", seen=seen)
 
 
 # --- all of it ----------------------------------------------------------------------------------------------------

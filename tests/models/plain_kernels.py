@@ -37,6 +37,7 @@ class PlainKernels:
         add: Tensor | None = None,
         shift: Tensor | None = None,
         film: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         self.calls["group_norm"] += 1
         assert x.is_contiguous(memory_format=torch.channels_last)
@@ -47,7 +48,12 @@ class PlainKernels:
         if film is not None:
             assert film[0].stride() == film[1].stride()
             y = y * (1 + film[0][:, :, None, None]) + film[1][:, :, None, None]
-        return (F.silu(y) if silu else y).to(x.dtype).contiguous(memory_format=torch.channels_last)
+        y = (F.silu(y) if silu else y).to(x.dtype).contiguous(memory_format=torch.channels_last)
+        if out is None:
+            return y
+        assert out is x
+        with _disable_current_modes():
+            return out.copy_(y)
 
     def add_bias(
         self, x: Tensor, h: Tensor | None, bias: Tensor | None = None, scale: float = 1.0, *, out: Tensor | None = None

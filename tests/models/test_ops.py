@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from live_memory import live_peak
 from oracles import randomise, relative
-from plain_kernels import fused_on_cpu
+from plain_kernels import PlainKernels, fused_on_cpu
 from test_controlnet import control_raw
 from test_dit import CLASS_CONDITIONAL, TEXT, class_inputs, text_inputs
 from test_hoist import compare
 from test_ip_adapter import file_of, flat, states_of
 from test_unet import CONFIGS, inputs_of
 from test_vae import CONFIGS as VAES
+from test_vae import FULL
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -412,3 +414,31 @@ def test_weights_of_another_dtype_are_called_plainly() -> None:
         assert not ops.fused(x, nn.Conv2d(8, 8, 1).bfloat16())
         assert not ops.fused(x, nn.Linear(8, 8).half())
         assert ops.fused(x, nn.GroupNorm(2, 8).bfloat16())  # norms read theirs as float32
+
+
+class Shapes(PlainKernels):
+    """Kernels of which only what they make and what they write over counts."""
+
+    def group_norm(self, x: Tensor, *_: Any, out: Tensor | None = None, **more: Any) -> Tensor:
+        return torch.empty_like(x) if out is None else out
+
+    def add_bias(self, x: Tensor, h: Tensor | None, *_: Any, out: Tensor | None = None) -> Tensor:
+        return torch.empty_like(x) if out is None else out
+
+    def enlarge(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3])
+        return torch.empty(shape, device=x.device, memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("call", ["decode", "encode"])
+def test_the_peak_of_a_vae_is_not_above_that_of_the_plain_form(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        network = AutoencoderKL(VAEConfig(**FULL))
+        given = torch.empty(1, 4, 32, 32) if call == "decode" else torch.empty(1, 3, 256, 256)
+    plain = live_peak(lambda: getattr(network, call)(given))
+    network.to(memory_format=torch.channels_last)
+    given = given.to(memory_format=torch.channels_last)
+    monkeypatch.setattr(ops, "_DEVICE", "meta")
+    monkeypatch.setattr(ops, "kernels", lambda: Shapes())
+    monkeypatch.setattr(ops, "_channels_last", lambda x: x)  # what a convolution of the meta device makes is never so
+    assert live_peak(lambda: getattr(network, call)(given)) <= 1.01 * plain

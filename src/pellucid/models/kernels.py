@@ -118,14 +118,16 @@ def group_norm(
     add: Tensor | None = None,
     shift: Tensor | None = None,
     film: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """GroupNorm of x + add + shift, (B, C, H, W) channels-last; then film, y·(1 + scale) + offset; then SiLU.
 
-    `add` is (C,), `shift` and both of `film` are (B, C) with any row stride.
+    `add` is (C,), `shift` and both of `film` are (B, C) with any row stride. `out` is x, where it is written over.
     """
     images, channels, height, across = x.shape
     x = x.contiguous(memory_format=torch.channels_last)
-    y = torch.empty_like(x, memory_format=torch.channels_last)
+    assert out is None or out is x
+    y = torch.empty_like(x, memory_format=torch.channels_last) if out is None else x  # a program writes what it read
     pixels, width = height * across, channels // groups
     tiles = norm_tiles(images, pixels, width, groups)
     by_image = _stride(shift)

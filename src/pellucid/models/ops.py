@@ -130,7 +130,8 @@ def conv_norm_silu(
 ) -> Tensor:
     """silu(norm(conv(x) + shift)), or with `film` silu(norm(conv(x)) · (1 + scale) + offset)."""
     if fused(x, conv, norm):
-        return _group_norm(_without_bias(x, conv), norm, silu=True, add=conv.bias, shift=shift, film=film)
+        x = _without_bias(x, conv)
+        return _group_norm(x, norm, silu=True, add=conv.bias, shift=shift, film=film, out=x)
     x = conv(x)  # (B, C, H, W); the name is taken over, so that what came in is freed
     x = norm(x if shift is None else x + shift[:, :, None, None])
     if film is not None:

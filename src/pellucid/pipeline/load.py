@@ -15,12 +15,12 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import source
 from pellucid.interop.components import Components
 from pellucid.interop.family import check_fit
-from pellucid.models import attention, quantize
+from pellucid.models import quantize
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.cpu_speed import measure
 from pellucid.pipeline.encoders.text import add_inversions, read_inversion
-from pellucid.pipeline.model import networks_of, set_memory_format
+from pellucid.pipeline.model import lay_out, networks_of
 from pellucid.pipeline.peer_words import LOAD, option_error
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
@@ -92,11 +92,7 @@ def load(
         parts = replace(parts, notes=(*parts.notes, "the VAE works in float32: its config says force_upcast"))
     if goal.type == "cpu" and any(_dtype_of(network) == torch.float16 for network in networks_of(parts)):
         parts = replace(parts, notes=(*parts.notes, _SLOW_HALF.format(measure().dtype).replace("torch.", "")))
-    if policy.does("channels_last", goal):
-        set_memory_format(parts, torch.channels_last)
-    if policy.does("fused", goal) and policy.offload == "none":
-        for network in networks_of(parts):
-            attention.pack(network)
+    lay_out(parts, policy, goal)
     return Pipeline(parts, policy, goal)
 
 

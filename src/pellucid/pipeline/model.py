@@ -18,7 +18,7 @@ from pellucid.core.noise import NoiseSource
 from pellucid.core.plan import Plan
 from pellucid.interop import lora_file, source, weights
 from pellucid.interop.components import Components, text_parts
-from pellucid.models import graph_memory, ip_adapter, lora
+from pellucid.models import attention, graph_memory, ip_adapter, lora
 from pellucid.models.captured import DeviceStepper, StepGraphs
 from pellucid.models.clip import CLIPVisionEncoder
 from pellucid.models.controlnet import ControlNet
@@ -232,6 +232,15 @@ def set_memory_format(components: Components, memory_format: torch.memory_format
     for network in (components.network, components.vae):
         if network is not None:
             network.to(memory_format=memory_format)  # type: ignore[call-overload]  # missing from torch's annotations
+
+
+def lay_out(components: Components, policy: Policy, device: torch.device) -> None:
+    """The weights in the order in which the policy's operations read them on a device."""
+    if policy.does("channels_last", device):
+        set_memory_format(components, torch.channels_last)
+    if policy.does("fused", device) and policy.offload == "none":
+        for network in networks_of(components):
+            attention.pack(network)
 
 
 def map_networks(components: Components, change: Callable[[Any], Any]) -> Components:

@@ -20,7 +20,7 @@ from pellucid.models.quantize import dtype_name
 from pellucid.pipeline import memory
 from pellucid.pipeline.decode import decode
 from pellucid.pipeline.encoders.conditions import takes_text
-from pellucid.pipeline.model import Model, networks_of
+from pellucid.pipeline.model import Model, lay_out, networks_of
 from pellucid.pipeline.peer_words import RefusesPeerWords, attribute_error
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.prepare import STEPS, Prepared, RunPlan, denoise, make_plan, prepare, settle
@@ -100,6 +100,7 @@ class Pipeline(Model, RefusesPeerWords):
         if self.policy.offload == "none":
             for network in networks_of(self.components):
                 network.to(self.device)
+            lay_out(self.components, self.policy, self.device)
         return self
 
 
