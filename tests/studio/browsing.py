@@ -78,11 +78,26 @@ def opened(context: Any, address: str, shown: str = "#generate") -> Any:
     """The studio's page, once its first tab is shown; errors of its scripts are in `troubles`."""
     page = context.new_page()
     page.set_default_timeout(PATIENCE)
-    page.troubles = []
+    page.troubles, page.requests = [], set()
     page.on("pageerror", lambda error: page.troubles.append(str(error)))
+    page.on("request", lambda request: page.requests.add(request))
+    page.on("requestfinished", lambda request: page.requests.discard(request))
+    page.on("requestfailed", lambda request: page.requests.discard(request))
     page.goto(address)
     page.wait_for_selector(shown)
     return page
+
+
+def settle(page: Any) -> None:
+    """Waits until the page has had every answer. gradio 6.31 loses the answer to what is asked while it closes the
+    stream of the answers before: the client still takes the stream for open, and opens no other."""
+    quiet = 0
+    for _ in range(PATIENCE // 50):
+        page.wait_for_timeout(50)
+        quiet = 0 if any("/queue/" in request.url for request in page.requests) else quiet + 1
+        if quiet == 4:
+            return
+    raise AssertionError("the page waits for answers for ever")
 
 
 def shoot(page: Any, name: str) -> None:

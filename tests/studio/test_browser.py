@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import marks, opened, shoot
+from browsing import marks, opened, settle, shoot
 from PIL import Image
 
 from pellucid.studio.app import TABS, start
@@ -121,6 +121,7 @@ def test_cancel_stops_a_long_run_and_the_page_goes_on(page: Any, sessions: Sessi
     page.wait_for_selector("#image img")
     page.click("#cancel")
     said(page, "cancelled")
+    settle(page)
     ask(page)
     said(page, "done in")
 
@@ -137,6 +138,7 @@ def test_cancel_stops_a_long_run_and_the_page_goes_on(page: Any, sessions: Sessi
 def test_bad_input_is_said_and_nothing_is_lost(page: Any, asked: dict[str, Any], words: str) -> None:
     ask(page)
     said(page, "done in")
+    settle(page)
     before = image(page)
     ask(page, **asked)
     page.get_by_text(words).first.wait_for()

