@@ -49,7 +49,7 @@ def finite(subject: Subject, trace: Trace) -> Iterator[Finding]:
         "run-not-finite",
         "error",
         f"the run breaks at step {number} of {trace.header.steps}",
-        (("step", number), ("time told", step.time), ("sigma/alpha", step.level.ratio), ("dtype", dtype)),
+        (("step", number), ("time passed", step.time), ("sigma/alpha", step.level.ratio), ("dtype", dtype)),
         f"{what} is not finite at step {number}, and nothing after it is.",
         "Run `pellucid doctor MODEL`: its check overflow names the module; or load with dtype float32.",
     )
@@ -101,7 +101,7 @@ def _start(trace: Trace) -> Iterator[Finding]:
                 (
                     ("standard deviation of x", float(spread[image])),
                     ("of its level", f"{low:.3g} to {high:.3g}"),
-                    ("time told", row.time),
+                    ("time passed", row.time),
                     ("image", image + 1),
                 ),
                 "The network is given a level that x does not have: the first noise was not scaled to its level, or "
