@@ -17,6 +17,7 @@ from pellucid.models import kernels
 from pellucid.models.kernels import Quantized
 
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # half a unit in the last place, or more
+SMALLEST = {torch.float16: 2**-24}  # subnormal steps that matter beside a scale
 LARGEST = 448.0  # of e4m3
 
 
@@ -204,7 +205,7 @@ def check_add_layer_norm(draw: Draw) -> None:
     close(y, normed, draw.dtype, slack=1e-5 * (1 + float(normed.abs().max())) + 2e-6 * float(x.abs().max()))
     again, quantized = kernels.add_layer_norm(x, h, weight, bias, 1e-6, **options, fp8=True)
     assert torch.equal(again, x_next)
-    same_quantized(quantized, kernels.quantize(y))
+    same_quantized(quantized, kernels.quantize(y), dtype=draw.dtype)  # compiled apart: the last bit may differ
 
 
 def check_gated_gelu(draw: Draw) -> None:
@@ -213,7 +214,7 @@ def check_gated_gelu(draw: Draw) -> None:
     value, gate = p.double().chunk(2, -1)
     y = kernels.gated_gelu(p)
     close(y, value * F.gelu(gate), draw.dtype, slack=1e-5)
-    same_quantized(kernels.gated_gelu(p, fp8=True), kernels.quantize(y))
+    same_quantized(kernels.gated_gelu(p, fp8=True), kernels.quantize(y), dtype=draw.dtype)
 
 
 def check_quantize(draw: Draw) -> None:
@@ -240,7 +241,8 @@ def same_quantized(found: Quantized, expected: Quantized, dtype: torch.dtype | N
     assert torch.allclose(found.scale, expected.scale, rtol=slack, atol=0)
     a, b = found.values.float(), expected.values.float()
     assert (a != b).float().mean() <= max(1e-3, 16 * slack)
-    assert ((a - b).abs() <= b.abs() / 7 + 2**-9).all()
+    step = 2.02 * SMALLEST.get(dtype, 0.0) / expected.scale.reshape(*a.shape[:-1], 1)  # of float16 near 0
+    assert ((a - b).abs() <= b.abs() / 7 + 2**-9 + step).all()
 
 
 def plain_update(table, cursor, active, x, anchor, p1, p2, p3, z, cond, cond_at, uncond_at) -> list[Tensor]:

@@ -240,7 +240,11 @@ class _Program:
         first, place = len(pattern.asking), {image: k for k, image in enumerate(pattern.asking)}
         self.cond_at[:count].copy_(torch.arange(first, first + count))
         self.uncond_at[:count].copy_(torch.tensor([place.get(i, -1) for i in range(count)]))
-        trees.over(lambda _, to, leaf: to.copy_(leaf[at_rows]), "inputs", self.inputs, sources.inputs)
+
+        def take(_: str, to: Tensor, leaf: Tensor) -> None:
+            torch.index_select(leaf, 0, at_rows, out=to)
+
+        trees.over(take, "inputs", self.inputs, sources.inputs)
         if self.times is not None and sources.table is not None:
             assert sources.index is not None
             self.times[: len(sources.table)].copy_(sources.table)
@@ -559,7 +563,7 @@ class DeviceStepper:
             return "extra terms"
         if any(group.remembers for group in run.groups):
             return "memory of a rule"
-        if run is not self.run and any(ops.watched(part) for net in self.networks for part in net.modules()):
+        if run is not self.run and any(ops.watched(part) for net in self.networks for part in ops.parts_of(net)):
             return "hooks"
         return ""
 
@@ -595,7 +599,7 @@ class DeviceStepper:
         shapes: list[Any] = []
         trees.over(lambda name, leaf: shapes.append((name, leaf.shape[1:], leaf.dtype)), "inputs", sources.inputs)
         rules = tuple(group.images[0].rules for group in run.groups) if pattern.ruled else ()
-        weights = tuple(p.data_ptr() for network in self.networks for p in network.parameters())
+        weights = tuple(weight.data_ptr() for one in self.networks for weight in ops.weights_of(one))
         table = None if sources.table is None else (_power(len(sources.table)), sources.table.shape[1])
         registers, network = self.registers, run.owner.network
         *wrappers, computes = called_through(network)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pellucid.models import inputs as trees
 from pellucid.models.inputs import Inputs
-from pellucid.models.ops import watched
+from pellucid.models.ops import parts_of, watched, weights_of
 
 MOST_BYTES = 256 * 2**20  # of a table
 
@@ -57,10 +57,10 @@ def hoist(network: Hoistable, times: Tensor, inputs: Inputs) -> Hoisted | None:
     takes 2 · tokens · width numbers for each source and cross-attention.
     """
     assert isinstance(network, nn.Module)
-    if any(watched(part) for part in network.modules() if part is not network):
+    if any(watched(part) for part in parts_of(network) if part is not network):
         return None
     first = next(network.parameters())
-    if any(weight.device != times.device for weight in network.parameters()):
+    if any(weight.device != times.device for weight in weights_of(network)):
         return None
     left = dict(inputs)
     context = left.pop("context", None)

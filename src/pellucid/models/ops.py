@@ -88,6 +88,20 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def parts_of(network: nn.Module) -> Iterator[nn.Module]:
+    """A network and all that is in it, as `modules()`, which also names them and takes ten times as long."""
+    waiting = [network]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        waiting.extend(part for part in reversed(module._modules.values()) if part is not None)
+
+
+def weights_of(network: nn.Module) -> Iterator[Tensor]:
+    for part in parts_of(network):
+        yield from (weight for weight in part._parameters.values() if weight is not None)
+
+
 def watched(module: nn.Module) -> bool:
     """Whether hooks see the calls of this module, not counting those of its parts."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
@@ -331,7 +345,7 @@ def linear(x: Tensor | Quantized, layer: nn.Module) -> Tensor:
 
 def in_fp8(*layers: nn.Module | None) -> bool:
     """Whether these layers take rows in fp8: all are of that kind, and no hook wants to see what comes in."""
-    return bool(layers) and all(isinstance(layer, Fp8Linear) and not watched(layer) for layer in layers)
+    return len(layers) > 0 and all(isinstance(layer, Fp8Linear) and not watched(layer) for layer in layers)
 
 
 def _rows_for(x: Tensor | Quantized, *layers: nn.Module) -> Tensor | Quantized:

@@ -21,7 +21,8 @@ _LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 _LEAST = tl.constexpr(1e-12)  # a row of zeros keeps a finite scale
 _TANH_GELU = tl.constexpr(1.5957691216057308)  # 2·√(2/π): tanh by a sigmoid
 _TURN = tl.constexpr(6.283185307179586)
-_FREE = ("pixels", "width", "per_program", "chunk", "parts", "length")  # sizes that are no reason to compile again
+# Sizes that are no reason to compile again: those of an image, and what follows from them.
+_FREE = ("pixels", "rows", "height", "width", "per_program", "chunk", "parts", "length", "keys", "mask_stride")
 
 
 @triton.jit
@@ -198,7 +199,7 @@ def norm_apply(
         start_at = coming
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_FREE)
 def add_bias(x, h, bias, y, rows, units, scale, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr):
     """(x + h + bias) · scale."""
     channels = units * V
@@ -214,7 +215,7 @@ def add_bias(x, h, bias, y, rows, units, scale, ROWS: tl.constexpr, LANES: tl.co
     tl.store(y + at, (total * scale).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=("height", "width"))
+@triton.jit(do_not_specialize=_FREE)
 def enlarge(x, y, rows, height, width, units, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr):
     """Every pixel four times; rows, height and width are those of the result."""
     channels = units * V
@@ -227,7 +228,7 @@ def enlarge(x, y, rows, height, width, units, ROWS: tl.constexpr, LANES: tl.cons
     tl.store(y + row.to(tl.int64)[:, None] * channels + c[None, :], v, mask=inside)
 
 
-@triton.jit(do_not_specialize=("height", "width"))
+@triton.jit(do_not_specialize=_FREE)
 def neighbours(x, y, rows, height, width, units, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr):
     """The 3 × 3 pixels around each pixel, one behind another; zeros beyond the edge."""
     channels = units * V
@@ -243,7 +244,7 @@ def neighbours(x, y, rows, height, width, units, ROWS: tl.constexpr, LANES: tl.c
     tl.store(y + (row.to(tl.int64)[:, None] * 9 + tap) * channels + c[None, :], v, mask=inside)
 
 
-@triton.jit(do_not_specialize=("length", "keys", "mask_stride"))
+@triton.jit(do_not_specialize=_FREE)
 def attend_few(
     q, k, v, mask, out, length, keys, heads, factor,
     q_image, q_head, q_row, k_image, k_head, k_row, v_image, v_head, v_row, mask_stride,
@@ -338,7 +339,7 @@ def _gelu(v):
     return v * tl.where(v < 0, tail, 1.0 - tail)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_FREE)
 def gated_gelu(
     p, y, scales, rows, units, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr, QUANTIZE: tl.constexpr
 ):
@@ -358,7 +359,7 @@ def gated_gelu(
         tl.store(y + to, out.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_FREE)
 def quantize(
     x, values, scales, rows, units, ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr, GELU: tl.constexpr
 ):
@@ -397,7 +398,7 @@ def _row_of(table, cursor, slot, rows, columns):
     return table + (slot.to(tl.int64) * rows + tl.minimum(tl.maximum(at, 0), rows - 1)) * columns
 
 
-@triton.jit(do_not_specialize=("rows",))
+@triton.jit(do_not_specialize=_FREE)
 def update_rows(
     table, cursor, active, x, anchor, p1, p2, p3, z, cond, cond_at, uncond_at, x0_out,
     rows, columns, n, pixels, image_stride, channel_stride, pixel_stride, BLOCK: tl.constexpr,
@@ -437,7 +438,7 @@ def update_rows(
     tl.store(p3 + at, v2, mask=enters)
 
 
-@triton.jit(do_not_specialize=("rows",))
+@triton.jit(do_not_specialize=_FREE)
 def scaled_input(x, table, cursor, call_slot, y, rows, columns, n, channels, pixels, BLOCK: tl.constexpr):
     """One call's input: its slot's x times the row's input scale, channels innermost."""
     call = tl.program_id(1)

@@ -231,10 +231,10 @@ class Descent(nn.Module):
             attention.index = index
 
     def timed_blocks(self) -> list[ResnetBlock]:
-        return [module for module in self.modules() if isinstance(module, ResnetBlock)]
+        return [module for module in ops.parts_of(self) if isinstance(module, ResnetBlock)]
 
     def text_attentions(self) -> list[Attention]:
-        blocks = [module for module in self.modules() if isinstance(module, TransformerBlock)]
+        blocks = [module for module in ops.parts_of(self) if isinstance(module, TransformerBlock)]
         return [attention for block in blocks for attention in block.text_attentions()]
 
     @property
