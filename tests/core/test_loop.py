@@ -149,7 +149,7 @@ def test_the_last_image_alone_is_told_one_level_again() -> None:
 
     short, long = compile_plan("dpmpp_2m", steps=2), compile_plan("dpmpp_2m", steps=5)
     together = run_batch([Job(short, 1), Job(long, 2)], spy, shape=(6,))
-    assert asked == ["Batched", "Batched", "Level", "Level", "Level"]
+    assert asked == ["BatchLevel", "BatchLevel", "Level", "Level", "Level"]
     assert torch.equal(together[1], run(long, TOY, shape=(6,), seeds=2)[0])
 
 

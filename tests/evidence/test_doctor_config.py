@@ -30,7 +30,7 @@ from pellucid.evidence.doctor.subject import (
     RunSpec,
     Subject,
     SubjectSpec,
-    Unable,
+    UnsupportedCheck,
     of_config,
     of_name,
     open_subject,
@@ -100,7 +100,7 @@ def test_checks_are_registered_once_and_need_what_is_known(monkeypatch: pytest.M
 
 def test_what_cannot_run_is_skipped_with_the_reason() -> None:
     def unable(subject: Subject) -> list[Finding]:
-        raise Unable("it is too dark")
+        raise UnsupportedCheck("it is too dark")
 
     def refused(subject: Subject) -> list[Finding]:
         raise PellucidError("the network takes no such input", "shape")

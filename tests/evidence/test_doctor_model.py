@@ -27,7 +27,7 @@ from pellucid.evidence.doctor.checks import Finding, examine, named
 from pellucid.evidence.doctor.detectors import SpreadObserver, drift_findings, training_scale
 from pellucid.evidence.doctor.probe import probe_of
 from pellucid.evidence.doctor.ranges import HALF, watch_modules
-from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable, of_pipeline
+from pellucid.evidence.doctor.subject import KnownImages, Subject, UnsupportedCheck, of_pipeline
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Lora
 
@@ -243,7 +243,7 @@ def test_adapters_of_a_bundle_that_were_never_trained_are_told(bundle: Path) -> 
 
 
 def test_no_adapter_is_no_verdict(bundle: Path) -> None:
-    with pytest.raises(Unable, match="no adapter"):
+    with pytest.raises(UnsupportedCheck, match="no adapter"):
         worn(bundle)
 
 

@@ -15,7 +15,7 @@ from pellucid.evidence.doctor.checks import Finding
 from pellucid.evidence.doctor.detectors import target_findings
 from pellucid.evidence.doctor.hypotheses import Hypothesis, Scores, detect, judge
 from pellucid.evidence.doctor.probe import Probe, probe_of
-from pellucid.evidence.doctor.subject import Unable
+from pellucid.evidence.doctor.subject import UnsupportedCheck
 
 EXACT: list[tuple[str, Target]] = [
     ("linear", "eps"), ("scaled_linear", "v"), ("cosine", "x0"), ("flow", "flow"), ("edm", "edm"), ("sqrt_beta", "v"),
@@ -74,12 +74,12 @@ def test_a_network_that_knows_nothing_is_told() -> None:
 def test_a_network_that_breaks_is_no_verdict() -> None:
     known = believers.probe(("linear", "eps"), count=4)
     broken = replace(known, network=lambda x, time, **told: torch.full_like(x, torch.nan))
-    with pytest.raises(Unable, match="not finite"):
+    with pytest.raises(UnsupportedCheck, match="not finite"):
         detect(broken)
 
 
 def test_one_image_is_too_few() -> None:
-    with pytest.raises(Unable, match="too few"):
+    with pytest.raises(UnsupportedCheck, match="too few"):
         detect(believers.probe(("linear", "eps"), count=1))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from pellucid.core.noise import PATH, gaussian
 from pellucid.core.table import COLUMNS
 from pellucid.models import kernels
-from pellucid.models.kernels import Quantized
+from pellucid.models.kernels import QuantizedRows
 
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # half a unit in the last place, or more
 SMALLEST = {torch.float16: 2**-24}  # subnormal steps that matter beside a scale
@@ -225,14 +225,14 @@ def check_quantize(draw: Draw) -> None:
     rows = x.float().reshape(-1, x.shape[-1])
     most = rows.abs().amax(1, keepdim=True).clamp_min(1e-12)
     expected = (rows * torch.div(torch.full_like(most, LARGEST), most)).to(torch.float8_e4m3fn).reshape(x.shape)
-    same_quantized(found, Quantized(expected, most / LARGEST))
+    same_quantized(found, QuantizedRows(expected, most / LARGEST))
     assert found.values[0, 0].float().abs().max() == 0
     back = found.values.double().reshape(rows.shape) * found.scale.double()
     assert ((back - rows).abs() <= rows.abs() / 16 + most / LARGEST / 512).all()
     same_quantized(kernels.quantize(x, gelu=True), kernels.quantize(F.gelu(x, approximate="tanh")), dtype=x.dtype)
 
 
-def same_quantized(found: Quantized, expected: Quantized, dtype: torch.dtype | None = None) -> None:
+def same_quantized(found: QuantizedRows, expected: QuantizedRows, dtype: torch.dtype | None = None) -> None:
     """Equal scales; values equal except for a neighbour in a tie, or where x itself is rounded, to `dtype`."""
     assert found.values.dtype == torch.float8_e4m3fn
     assert found.values.shape == expected.values.shape

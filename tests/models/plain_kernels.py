@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pellucid.core.noise import PATH, gaussian
 from pellucid.core.table import COLUMNS
 from pellucid.models import ops
-from pellucid.models.kernels import Quantized
+from pellucid.models.kernels import QuantizedRows
 from pellucid.models.quantize import quantize_rows
 
 
@@ -87,7 +87,7 @@ class PlainKernels:
         scale: Tensor | None = None,
         shift: Tensor | None = None,
         fp8: bool = False,
-    ) -> tuple[Tensor, Tensor | Quantized]:
+    ) -> tuple[Tensor, Tensor | QuantizedRows]:
         self.calls["add_layer_norm fp8" if fp8 else "add_layer_norm"] += 1
         assert x.is_contiguous()
         assert h is None or h.is_contiguous()
@@ -100,12 +100,12 @@ class PlainKernels:
             y = y * (1 + scale[:, None]) + shift[:, None]
         return x, quantize_rows(y.to(x.dtype)) if fp8 else y.to(x.dtype)
 
-    def gated_gelu(self, p: Tensor, *, fp8: bool = False) -> Tensor | Quantized:
+    def gated_gelu(self, p: Tensor, *, fp8: bool = False) -> Tensor | QuantizedRows:
         self.calls["gated_gelu"] += 1
         a, gate = p.chunk(2, dim=-1)
         return quantize_rows(a * F.gelu(gate)) if fp8 else a * F.gelu(gate)
 
-    def quantize(self, x: Tensor, *, gelu: bool = False) -> Quantized:
+    def quantize(self, x: Tensor, *, gelu: bool = False) -> QuantizedRows:
         self.calls["quantize"] += 1
         return quantize_rows(F.gelu(x, approximate="tanh") if gelu else x)
 

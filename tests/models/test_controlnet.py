@@ -11,7 +11,7 @@ from oracles import randomise, relative
 from test_unet import CONFIGS, inputs_of, pair, theirs
 
 from pellucid import PellucidError
-from pellucid.models.controlnet import Controlled, ControlNet
+from pellucid.models.controlnet import ControlledUNet, ControlNet
 from pellucid.models.unet_config import read
 
 LEFT_OUT = {"up_block_types", "sample_size", "out_channels", "reverse_transformer_layers_per_block"}
@@ -75,11 +75,11 @@ def test_two_controlnets_in_a_unet_equal_diffusers() -> None:
             down_block_additional_residuals=down,
             mid_block_additional_residual=mid,
         ).sample
-        controlled = Controlled(unet, [mine for mine, _ in nets])
+        controlled = ControlledUNet(unet, [mine for mine, _ in nets])
         hints = tuple(mine.hint(image, [s, s]) for (mine, _), s in zip(nets, (0.4, 1.2), strict=True))
         assert relative(controlled(**given, control=hints), expected) < 1e-5
         first = controlled(**given, control=(hints[0], None))  # the second is off: as if it were not there
-        assert torch.equal(first, Controlled(unet, [nets[0][0]])(**given, control=hints[:1]))
+        assert torch.equal(first, ControlledUNet(unet, [nets[0][0]])(**given, control=hints[:1]))
         assert relative(controlled(**given), theirs(peer_unet, given)) < 1e-5
 
 
@@ -88,9 +88,9 @@ def test_a_scale_for_each_image() -> None:
     unet, _ = pair(CONFIGS["sd1"])
     given, image = given_with_image("sd1")
     with torch.no_grad():
-        mixed = Controlled(unet, [mine])(**given, control=(mine.hint(image, [0.0, 0.9]),))
+        mixed = ControlledUNet(unet, [mine])(**given, control=(mine.hint(image, [0.0, 0.9]),))
         off = unet(**given)
-        on = Controlled(unet, [mine])(**given, control=(mine.hint(image, [0.9, 0.9]),))
+        on = ControlledUNet(unet, [mine])(**given, control=(mine.hint(image, [0.9, 0.9]),))
     assert torch.equal(mixed[0], off[0])
     assert torch.equal(mixed[1], on[1])
 
@@ -104,7 +104,7 @@ def test_one_graph_for_unet_and_controlnet(count_graphs: Any) -> None:
             given, image = given_with_image("sd1", seed)
             hint = mine.hint(image, [1.0, 0.5])
             calls.append(((given.pop("x"), given.pop("time")), {**given, "control": (hint,)}))
-        assert count_graphs(Controlled(unet, [mine]), calls) == 1
+        assert count_graphs(ControlledUNet(unet, [mine]), calls) == 1
 
 
 def test_a_new_controlnet_adds_nothing() -> None:
@@ -119,7 +119,7 @@ def test_a_controlnet_of_another_base_is_refused() -> None:
     unet, _ = pair(CONFIGS["sd1"])
     mine, _ = control_pair("sdxl")
     with pytest.raises(PellucidError) as error:
-        Controlled(unet, [mine])
+        ControlledUNet(unet, [mine])
     assert error.value.code == "config-length" or error.value.code == "control-base"
     with pytest.raises(PellucidError) as error:
         mine.hint(torch.zeros(1, 1, 16, 16), [1.0])

@@ -17,9 +17,9 @@ from pellucid import PellucidError
 from pellucid.models import hoist as hoisting
 from pellucid.models import inputs as trees
 from pellucid.models.blocks import ResnetBlock
-from pellucid.models.controlnet import Controlled, ControlNet
+from pellucid.models.controlnet import ControlledUNet, ControlNet
 from pellucid.models.dit import DiT, DiTConfig, PixArt, PixArtConfig
-from pellucid.models.hoist import Hoisted
+from pellucid.models.hoist import HoistedInputs
 from pellucid.models.ip_adapter import from_state
 from pellucid.models.lora import view
 from pellucid.models.unet import UNet
@@ -40,13 +40,13 @@ def given(name: str, batch: int) -> tuple[Tensor, dict[str, Any]]:
     return x, inputs
 
 
-def hoisted(network: nn.Module, inputs: dict[str, Any]) -> Hoisted:
+def hoisted(network: nn.Module, inputs: dict[str, Any]) -> HoistedInputs:
     made = network.hoist(TIMES, inputs)  # type: ignore[operator]
-    assert isinstance(made, Hoisted)
+    assert isinstance(made, HoistedInputs)
     return made
 
 
-def called(network: nn.Module, x: Tensor, made: Hoisted, sources: list[int], time: int, **more: Any) -> Tensor:
+def called(network: nn.Module, x: Tensor, made: HoistedInputs, sources: list[int], time: int, **more: Any) -> Tensor:
     """The network for some call sources at one of the times."""
     assert made.table is not None
     assert made.index is not None
@@ -56,7 +56,7 @@ def called(network: nn.Module, x: Tensor, made: Hoisted, sources: list[int], tim
 
 
 @torch.no_grad()
-def compare(network: nn.Module, x: Tensor, inputs: dict[str, Any], **more: Any) -> Hoisted:
+def compare(network: nn.Module, x: Tensor, inputs: dict[str, Any], **more: Any) -> HoistedInputs:
     """At every time: all sources at once in another order, and each alone."""
     made = hoisted(network, inputs)
     order = list(reversed(range(len(x))))
@@ -106,7 +106,7 @@ def test_perturbed_skipped_and_masked_too() -> None:
 @torch.no_grad()
 def test_controlnets_have_parts_of_their_own(name: str) -> None:
     nets = [randomise(ControlNet(read(control_raw(name))), seed) for seed in (5, 6)]
-    network = Controlled(unet(name), nets)  # type: ignore[arg-type]
+    network = ControlledUNet(unet(name), nets)  # type: ignore[arg-type]
     x, inputs = given(name, 2)
     image = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
     hints = [net.hint(image, [0.7, 1.1]) for net in nets]  # type: ignore[operator]

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pellucid.models import attention, ops
 from pellucid.models import config as configs
 from pellucid.models.attention import Attention
-from pellucid.models.controlnet import Controlled, ControlNet
+from pellucid.models.controlnet import ControlledUNet, ControlNet
 from pellucid.models.dit import DiT, DiTConfig, PixArt, PixArtConfig
 from pellucid.models.ip_adapter import from_state
 from pellucid.models.lora import view
@@ -89,7 +89,7 @@ def test_perturbed_skipped_and_masked() -> None:
 def test_controlnets_and_image_prompts(name: str) -> None:
     nets = [randomise(ControlNet(read(control_raw(name))), seed) for seed in (5, 6)]
     base = unet(name)
-    network = Controlled(base, nets)  # type: ignore[arg-type]
+    network = ControlledUNet(base, nets)  # type: ignore[arg-type]
     given = inputs_of(CONFIGS[name])
     image = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
     adapter = from_state(flat(file_of(base, "plus"))).eval()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError
 from pellucid.models import attention, lora, ops, quantize
-from pellucid.models.kernels import E4M3, Quantized
+from pellucid.models.kernels import E4M3, QuantizedRows
 from pellucid.models.lora import Adapter
 from pellucid.models.lora_delta import LoRA, Product
 from pellucid.models.quantize import Fp8Linear, dithered, quantize_rows
@@ -49,7 +49,7 @@ def layer(seed: int, features: int, outputs: int, bias: bool = True) -> nn.Linea
     return made.requires_grad_(False)
 
 
-def wide(rows: Quantized) -> Tensor:
+def wide(rows: QuantizedRows) -> Tensor:
     flat = rows.values.float().flatten(0, -2) * rows.scale
     return flat.reshape(rows.values.shape)
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import memory_gpu as bench
 from pellucid.core.errors import PellucidError
 from pellucid.models import dit, unet_config
-from pellucid.models.controlnet import Controlled
+from pellucid.models.controlnet import ControlledUNet
 from pellucid.models.lora import view
 from pellucid.models.unet import UNet
 from pellucid.pipeline import memory
@@ -147,7 +147,7 @@ def blocky(request: pytest.FixtureRequest) -> tuple[nn.Module, Any]:
         here = type(hint)(*(tensor.to(device) for tensor in hint))
         return {"context": torch.ones(2, 5, 32, device=device), "control": (here,)}
 
-    return Controlled(unet, [control]), inputs
+    return ControlledUNet(unet, [control]), inputs
 
 
 def call(network: nn.Module, inputs: Any, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 import pellucid
 from pellucid import Control
 from pellucid.interop.source import load_component
-from pellucid.models.controlnet import Controlled
+from pellucid.models.controlnet import ControlledUNet
 from pellucid.train.controlnet import from_unet, widths_for
 from pellucid.train.source import Batch
 
@@ -59,7 +59,7 @@ def test_the_saved_folder_says_what_the_network_said(name: str, tmp_path: Path) 
     x, time = cases.drawn(cases.COUNT, 4, 8, 8, seed=7), torch.linspace(0, 999, cases.COUNT).round()
     control = (read.hint(hint, [1.0] * cases.COUNT),)
     with torch.no_grad():
-        found = Controlled(unet, [read])(x, time, control=control, **told)
+        found = ControlledUNet(unet, [read])(x, time, control=control, **told)
         plain = unet(x, time, **told)
     assert torch.allclose(found, wanted, rtol=0, atol=2e-6)  # some CPUs sum otherwise where a gradient is recorded
     assert (plain - wanted).abs().max() > 1e-2 * wanted.abs().max()

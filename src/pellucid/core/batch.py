@@ -27,7 +27,7 @@ from pellucid.core.table import ANCHOR_WEIGHTS, COLUMNS, X_WEIGHTS, Table, Use, 
 
 
 @dataclass(frozen=True)
-class Batched:
+class BatchLevel:
     """Levels of several images at once in float64, shaped to broadcast against x; reads like a `Level`."""
 
     alpha: Tensor
@@ -45,7 +45,7 @@ class Prediction:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-# (x, level, told time) → x0 at that level. Where images differ, level is `Batched` and time a tensor, one per image.
+# (x, level, told time) → x0 at that level. Where images differ, level is `BatchLevel` and time a tensor, one per image.
 Denoiser = Callable[[Tensor, Any, Any], "Tensor | Prediction"]
 
 
@@ -324,7 +324,7 @@ class _Lane:
             table = torch.tensor(numbers, dtype=torch.float64).to(x.device).T  # one small copy
             alpha, sigma = table[:2].reshape(2, -1, *([1] * (x.ndim - 1)))
             levels, times = tuple(row.level for row in rows), tuple(row.time for row in rows)
-            found = self.denoiser(x, Batched(alpha, sigma, levels, times), table[2])
+            found = self.denoiser(x, BatchLevel(alpha, sigma, levels, times), table[2])
         made = found if isinstance(found, Prediction) else Prediction(found)
         if made.x0.shape != x.shape:
             raise PellucidError(rule("x0", f"of the shape of x, {tuple(x.shape)}", tuple(made.x0.shape)), "shape")

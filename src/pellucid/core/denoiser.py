@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
-from pellucid.core.batch import Batched
+from pellucid.core.batch import BatchLevel
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.schedule import EDM, Level, Schedule, Target
@@ -64,7 +64,7 @@ class NetworkDenoiser:
             return self.x0(x, level, time)
 
     def x0(self, x: Tensor, level: Any, time: Any) -> Tensor:
-        levels = split(level) if isinstance(level, Batched) else [level]
+        levels = split(level) if isinstance(level, BatchLevel) else [level]
         scale = self.numbers([input_scale(self.schedule, lv) for lv in levels], x)
         told = time if isinstance(time, Tensor) else torch.full((len(x),), float(time), dtype=torch.float64)
         kind = self.dtype or x.dtype
@@ -80,7 +80,7 @@ class NetworkDenoiser:
         return torch.tensor(values, dtype=like.dtype, device=like.device).reshape(-1, *([1] * (like.ndim - 1)))
 
 
-def split(level: Batched) -> list[Level]:
+def split(level: BatchLevel) -> list[Level]:
     if level.levels:
         return list(level.levels)
     pairs = zip(level.alpha.reshape(-1).tolist(), level.sigma.reshape(-1).tolist(), strict=True)

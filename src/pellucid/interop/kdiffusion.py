@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pellucid.core.batch import Batched, StepSeen, level_after
+from pellucid.core.batch import BatchLevel, StepSeen, level_after
 from pellucid.core.compile import compile_plan
 from pellucid.core.dialect import K_DIFFUSION
 from pellucid.core.errors import PellucidError, rule
@@ -47,7 +47,7 @@ def sample(
     shown = count()
 
     def denoise(state: Tensor, level: Any, time: Any) -> Tensor:
-        sigma = level.sigma.reshape(-1).to(state) if isinstance(level, Batched) else level.sigma
+        sigma = level.sigma.reshape(-1).to(state) if isinstance(level, BatchLevel) else level.sigma
         return model(state, sigma if isinstance(sigma, Tensor) else state.new_full((len(state),), sigma), **extra)
 
     def show(seen: StepSeen) -> None:

@@ -103,7 +103,7 @@ def doubled(answer: Any) -> Any:
     return made
 
 
-class Talk(Protocol):
+class Talker(Protocol):
     """What the two proxies need of the conversation that they take part in (wrap.py)."""
 
     only: Branch | None
@@ -118,7 +118,7 @@ class Talk(Protocol):
 class NetworkProxy:
     """Stands for the network: calls it, and keeps its inputs and its answers."""
 
-    def __init__(self, talk: Talk, real: Any) -> None:
+    def __init__(self, talk: Talker, real: Any) -> None:
         vars(self).update(talk=talk, real=real)
 
     def __getattr__(self, name: str) -> Any:
@@ -145,7 +145,7 @@ class SchedulerProxy:
     order = 1
     init_noise_sigma = 1.0  # the plan scales x
 
-    def __init__(self, talk: Talk, real: Any) -> None:
+    def __init__(self, talk: Talker, real: Any) -> None:
         self.talk = talk
         self.real = copy.copy(real)  # a pipeline may set something on it
         self.timesteps = torch.empty(0)

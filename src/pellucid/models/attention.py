@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.models import ops
-from pellucid.models.kernels import Quantized
+from pellucid.models.kernels import QuantizedRows
 
 BACKENDS = {
     "auto": None,
@@ -106,7 +106,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Tensor | Quantized,
+        x: Tensor | QuantizedRows,
         context: Tensor | None = None,
         mask: Tensor | None = None,
         image: tuple[ImageTokens, ...] = (),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pellucid.models import ops
 from pellucid.models.attention import Attention, ImageTokens, TextTokens
-from pellucid.models.kernels import Quantized
+from pellucid.models.kernels import QuantizedRows
 
 
 class BlockInputs(NamedTuple):
@@ -131,7 +131,7 @@ class GEGLU(nn.Module):
         super().__init__()
         self.proj = nn.Linear(width, inner * 2)
 
-    def forward(self, x: Tensor | Quantized, reader: nn.Linear | None = None) -> Tensor | Quantized:
+    def forward(self, x: Tensor | QuantizedRows, reader: nn.Linear | None = None) -> Tensor | QuantizedRows:
         return ops.gated_gelu(x, self.proj, reader)  # (B, L, inner)
 
 
@@ -141,7 +141,7 @@ class GELU(nn.Module):
         self.proj = nn.Linear(width, inner, bias=bias)
         self.approximate = approximate
 
-    def forward(self, x: Tensor | Quantized, reader: nn.Linear | None = None) -> Tensor | Quantized:
+    def forward(self, x: Tensor | QuantizedRows, reader: nn.Linear | None = None) -> Tensor | QuantizedRows:
         return ops.linear_gelu(x, self.proj, self.approximate, reader)
 
 
@@ -152,7 +152,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.net = nn.ModuleList([first, nn.Identity(), last])
 
-    def forward(self, x: Tensor | Quantized) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         first, last = self.layers
         return ops.linear(first(x) if ops.watched(first) else first(x, last), last)
 

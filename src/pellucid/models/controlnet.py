@@ -13,7 +13,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.models import ops
 from pellucid.models.attention import TextTokens
 from pellucid.models.blocks import BlockInputs
-from pellucid.models.hoist import Hoisted, hoist
+from pellucid.models.hoist import HoistedInputs, hoist
 from pellucid.models.inputs import Inputs
 from pellucid.models.ops import silu
 from pellucid.models.unet import Descent, Residuals, UNet
@@ -119,7 +119,7 @@ class ControlNet(Descent):
         return outs, ops.pointwise(x, self.controlnet_mid_block) * last
 
 
-class Controlled(nn.Module):
+class ControlledUNet(nn.Module):
     """A UNet with ControlNets, as one network: it takes a `control` input beside the UNet's own.
 
     Its hoisted `text` has one tuple for each part, the UNet first; so has a row of `hoisted` its columns.
@@ -181,7 +181,7 @@ class Controlled(nn.Module):
     def text_tokens(self, context: Tensor) -> tuple[tuple[TextTokens, ...], ...]:
         return tuple(part.text_tokens(context) for part in self.parts)
 
-    def hoist(self, times: Tensor, inputs: Inputs) -> Hoisted | None:
+    def hoist(self, times: Tensor, inputs: Inputs) -> HoistedInputs | None:
         """What depends on the text alone or on the times (U,) alone, once for a run: see `hoist`."""
         return hoist(self, times, inputs)
 

@@ -25,7 +25,7 @@ from pellucid.models.dit_blocks import (
     unpatch,
 )
 from pellucid.models.embeddings import LabelEmbedding, TimeMLP, sinusoid
-from pellucid.models.hoist import Hoisted, hoist
+from pellucid.models.hoist import HoistedInputs, hoist
 from pellucid.models.inputs import Inputs
 
 _WAVES = 256  # channels of the sinusoid of a time or of a size
@@ -170,7 +170,7 @@ class DiT(nn.Module):
     def text_tokens(self, context: Tensor) -> Any:
         raise PellucidError(rule("context", "left out of the inputs of a DiT", tuple(context.shape)), "network-input")
 
-    def hoist(self, times: Tensor, inputs: Inputs) -> Hoisted | None:
+    def hoist(self, times: Tensor, inputs: Inputs) -> HoistedInputs | None:
         """What depends on the labels and the times (U,) alone, once for a run: see `hoist`."""
         return hoist(self, times, inputs)
 
@@ -302,7 +302,7 @@ class PixArt(nn.Module):
         context = self.caption_projection(self.check_context(context, None, len(context)))  # (N, S, D)
         return tuple(attention.text_tokens(context).contiguous() for attention in self.text_attentions())
 
-    def hoist(self, times: Tensor, inputs: Inputs) -> Hoisted | None:
+    def hoist(self, times: Tensor, inputs: Inputs) -> HoistedInputs | None:
         """What depends on the text alone or on the sizes and times (U,) alone, once for a run: see `hoist`."""
         return hoist(self, times, inputs)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core import target as targets
-from pellucid.core.batch import Batched, Prediction
+from pellucid.core.batch import BatchLevel, Prediction
 from pellucid.core.denoiser import input_scale, read_output, sigma_data_of, split
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
@@ -356,9 +356,9 @@ class GuidedRun:
     def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
         if len(x) != len(self.images):
             raise PellucidError(rule("x", f"a batch of {len(self.images)} images, as bound", len(x)), "shape")
-        levels = split(level) if isinstance(level, Batched) else [level]
+        levels = split(level) if isinstance(level, BatchLevel) else [level]
         doses = self.doses(levels)
-        times = level.times if isinstance(level, Batched) and level.times else time
+        times = level.times if isinstance(level, BatchLevel) and level.times else time
         return self.settle(x, levels, self.predict(x, levels, times, doses), doses)
 
     def settle(

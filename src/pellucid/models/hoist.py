@@ -17,7 +17,7 @@ MOST_BYTES = 256 * 2**20  # of a table
 
 
 @dataclass(frozen=True, eq=False)
-class Hoisted:
+class HoistedInputs:
     """The inputs of a run with `text` in place of `context`, and all that its times make, row by row.
 
     Call source n at time u is called with `hoisted=table[index[n, u]]` in place of the time and of the conditions
@@ -49,7 +49,7 @@ class Hoistable(Protocol):
         ...
 
 
-def hoist(network: Hoistable, times: Tensor, inputs: Inputs) -> Hoisted | None:
+def hoist(network: Hoistable, times: Tensor, inputs: Inputs) -> HoistedInputs | None:
     """`network` for the times (U,) of a run and its inputs, which have one row a call source.
 
     None where the parts of the network are to be seen or brought at every call: hooks watch them, as they do where
@@ -69,11 +69,11 @@ def hoist(network: Hoistable, times: Tensor, inputs: Inputs) -> Hoisted | None:
     conditions = {name: left[name] for name in network.CONDITIONS if left.get(name) is not None}
     chosen, group = (part.to(times.device) for part in _distinct(conditions, _sources(inputs)))
     if len(chosen) * len(times) * sum(network.row_widths) * first.element_size() > MOST_BYTES:
-        return Hoisted(left, None, None)
+        return HoistedInputs(left, None, None)
     told = {name: leaf[chosen].repeat_interleave(len(times), dim=0) for name, leaf in conditions.items()}
     table = torch.cat(network.time_rows(times.repeat(len(chosen)), **told), dim=1)  # (T, S)
     index = group[:, None] * len(times) + torch.arange(len(times), device=times.device)  # (N, U)
-    return Hoisted({k: v for k, v in left.items() if k not in network.CONDITIONS}, table, index)
+    return HoistedInputs({k: v for k, v in left.items() if k not in network.CONDITIONS}, table, index)
 
 
 def _sources(inputs: Inputs) -> int:

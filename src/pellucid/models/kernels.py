@@ -24,7 +24,7 @@ _TILE = 4096  # padded elements of a tile that is streamed
 MOST_KEYS = 128  # that `attend_few` holds at once
 
 
-class Quantized(NamedTuple):
+class QuantizedRows(NamedTuple):
     """Rows in e4m3 with a float32 scale each: x ≈ values · scale."""
 
     values: Tensor  # (…, C) float8_e4m3fn
@@ -239,7 +239,7 @@ def add_layer_norm(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     fp8: bool = False,
-) -> tuple[Tensor, Tensor | Quantized]:
+) -> tuple[Tensor, Tensor | QuantizedRows]:
     """(x + gate·h, its LayerNorm · (1 + scale) + shift), for x of shape (B, L, C).
 
     `gate`, `scale` and `shift` are (B, C) with any row stride. Without `h` the first result is x itself. With `fp8` the
@@ -257,10 +257,10 @@ def add_layer_norm(
         rows, length, channels // vector, _stride(gate), _stride(scale, shift), eps,
         QUANTIZE=fp8, **_constants(tiles, vector),
     )  # fmt: skip
-    return x_next, y if scales is None else Quantized(y, scales)
+    return x_next, y if scales is None else QuantizedRows(y, scales)
 
 
-def gated_gelu(p: Tensor, *, fp8: bool = False) -> Tensor | Quantized:
+def gated_gelu(p: Tensor, *, fp8: bool = False) -> Tensor | QuantizedRows:
     """p[…, :I] · gelu(p[…, I:]), the exact GELU; with `fp8` quantised by rows."""
     p = p.contiguous()
     inner = p.shape[-1] // 2
@@ -272,10 +272,10 @@ def gated_gelu(p: Tensor, *, fp8: bool = False) -> Tensor | Quantized:
         _code().gated_gelu, _grid(tiles, rows, inner), p, y, scales, rows, inner // vector,
         QUANTIZE=fp8, **_constants(tiles, vector),
     )  # fmt: skip
-    return y if scales is None else Quantized(y, scales)
+    return y if scales is None else QuantizedRows(y, scales)
 
 
-def quantize(x: Tensor, *, gelu: bool = False) -> Quantized:
+def quantize(x: Tensor, *, gelu: bool = False) -> QuantizedRows:
     """Rows of (…, C) in e4m3, each divided by its largest magnitude over 448; with `gelu` of GELU(x), the tanh form."""
     x = x.contiguous()
     channels = x.shape[-1]
@@ -286,7 +286,7 @@ def quantize(x: Tensor, *, gelu: bool = False) -> Quantized:
         _code().quantize, _grid(tiles, rows, channels), x, values, scales, rows, channels // vector,
         GELU=gelu, **_constants(tiles, vector),
     )  # fmt: skip
-    return Quantized(values, scales)
+    return QuantizedRows(values, scales)
 
 
 def update_rows(

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.models import quantize
-from pellucid.models.kernels import Quantized
+from pellucid.models.kernels import QuantizedRows
 from pellucid.models.quantize import Fp8Linear
 
 _DEVICE = "cuda"
@@ -275,7 +275,7 @@ def residual(x: Tensor, h: Tensor | None, gate: Tensor | None = None) -> Tensor:
 
 def residual_norm(
     x: Tensor, h: Tensor | None, norm: nn.LayerNorm, readers: Sequence[nn.Linear] = ()
-) -> tuple[Tensor, Tensor | Quantized]:
+) -> tuple[Tensor, Tensor | QuantizedRows]:
     """x + h, and its layer norm; fused, in fp8 where the layers that read it are."""
     if fused(x, norm):
         more = {"fp8": True} if in_fp8(*readers) else {}
@@ -287,7 +287,7 @@ def residual_norm(
 
 def residual_modulate(
     x: Tensor, update: Update | None, shift: Tensor, scale: Tensor, eps: float, readers: Sequence[nn.Linear] = ()
-) -> tuple[Tensor, Tensor | Quantized]:
+) -> tuple[Tensor, Tensor | QuantizedRows]:
     """The residual stream after an update, and its layer norm with gain and bias from a condition (B, D) each.
 
     Fused, the norm is in fp8 where the layers that read it are.
@@ -309,13 +309,13 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def linear_gelu(
-    x: Tensor | Quantized, layer: nn.Linear, approximate: str, reader: nn.Linear | None = None
-) -> Tensor | Quantized:
+    x: Tensor | QuantizedRows, layer: nn.Linear, approximate: str, reader: nn.Linear | None = None
+) -> Tensor | QuantizedRows:
     """gelu(layer(x)); fused, the product itself takes the tanh form, or in fp8 the rounding for `reader`."""
-    if isinstance(x, Quantized) or isinstance(layer, Fp8Linear):
+    if isinstance(x, QuantizedRows) or isinstance(layer, Fp8Linear):
         h = linear(x, layer)
         if approximate == "tanh" and in_fp8(reader) and fused(h):
-            rows: Quantized = kernels().quantize(h, gelu=True)
+            rows: QuantizedRows = kernels().quantize(h, gelu=True)
             return rows
         return F.gelu(h, approximate=approximate)
     if approximate == "tanh" and fused(x, layer) and layer.bias is not None:
@@ -324,11 +324,11 @@ def linear_gelu(
     return F.gelu(layer(x), approximate=approximate)
 
 
-def gated_gelu(x: Tensor | Quantized, layer: nn.Linear, reader: nn.Linear | None = None) -> Tensor | Quantized:
+def gated_gelu(x: Tensor | QuantizedRows, layer: nn.Linear, reader: nn.Linear | None = None) -> Tensor | QuantizedRows:
     """a · gelu(g), where a and g are the halves of layer(x); fused, in fp8 where `reader`, which reads it, is."""
     x = linear(x, layer)  # (B, L, 2 · inner); the name is taken over, so that what came in is freed
     if fused(x):
-        gated: Tensor | Quantized = kernels().gated_gelu(x, **({"fp8": True} if in_fp8(reader) else {}))
+        gated: Tensor | QuantizedRows = kernels().gated_gelu(x, **({"fp8": True} if in_fp8(reader) else {}))
         return gated
     x, gate = x.chunk(2, dim=-1)
     return x * F.gelu(gate)
@@ -337,7 +337,7 @@ def gated_gelu(x: Tensor | Quantized, layer: nn.Linear, reader: nn.Linear | None
 # --- in fp8 -------------------------------------------------------------------------------------------------------
 
 
-def linear(x: Tensor | Quantized, layer: nn.Module) -> Tensor:
+def linear(x: Tensor | QuantizedRows, layer: nn.Module) -> Tensor:
     """layer(x); where the layer is in fp8, a kernel rounds the rows of x if they are not yet."""
     y: Tensor = layer(_rows_for(x, layer))
     return y
@@ -348,11 +348,11 @@ def in_fp8(*layers: nn.Module | None) -> bool:
     return len(layers) > 0 and all(isinstance(layer, Fp8Linear) and not watched(layer) for layer in layers)
 
 
-def _rows_for(x: Tensor | Quantized, *layers: nn.Module) -> Tensor | Quantized:
+def _rows_for(x: Tensor | QuantizedRows, *layers: nn.Module) -> Tensor | QuantizedRows:
     """x as the layers read it: rounded once, where all of them are in fp8."""
-    if isinstance(x, Quantized) or not in_fp8(*layers):
+    if isinstance(x, QuantizedRows) or not in_fp8(*layers):
         return x
-    rows: Quantized = kernels().quantize(x) if fused(x) else quantize.quantize_rows(x)
+    rows: QuantizedRows = kernels().quantize(x) if fused(x) else quantize.quantize_rows(x)
     return rows
 
 
@@ -377,13 +377,13 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 # --- several layers as one product --------------------------------------------------------------------------------
 
 
-def linears(x: Tensor | Quantized, *layers: nn.Linear) -> Sequence[Tensor]:
+def linears(x: Tensor | QuantizedRows, *layers: nn.Linear) -> Sequence[Tensor]:
     """The layers' results for one x; fused, one product where `pack` has laid their weights one behind another.
 
     The weights that are there count: of a layer whose weight was replaced, as by LoRA, nothing old is read.
     """
     x = _rows_for(x, *layers)
-    if isinstance(x, Quantized) or fused(x, *layers):
+    if isinstance(x, QuantizedRows) or fused(x, *layers):
         weight = _as_one([layer.weight for layer in layers])
         bias = _as_one([layer.bias for layer in layers])
         if weight is not None and (bias is not None or all(layer.bias is None for layer in layers)):
@@ -392,7 +392,7 @@ def linears(x: Tensor | Quantized, *layers: nn.Linear) -> Sequence[Tensor]:
     return [layer(x) for layer in layers]
 
 
-def _product(x: Quantized, weight: Tensor, bias: Tensor | None, layers: Sequence[nn.Linear]) -> Tensor:
+def _product(x: QuantizedRows, weight: Tensor, bias: Tensor | None, layers: Sequence[nn.Linear]) -> Tensor:
     """Several fp8 layers, whose weights and scales lie one behind another, as one product."""
     scales = _as_one([layer._parameters["scale"] for layer in layers])
     assert scales is not None, "weights are packed with their scales"

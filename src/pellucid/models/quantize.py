@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.models.kernels import E4M3, Quantized
+from pellucid.models.kernels import E4M3, QuantizedRows
 
 FP8 = "fp8"  # a dtype for `load`: e4m3 in the large linear layers of the denoising network, bfloat16 elsewhere
 REST = torch.bfloat16
@@ -34,7 +34,7 @@ _NATIVE = (8, 9)  # the compute capability of the first GPUs that multiply e4m3
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer with an e4m3 weight (out, in); its input is Quantized or becomes it, its output is bfloat16."""
+    """A linear layer with an e4m3 weight (out, in); its input becomes QuantizedRows, its output is bfloat16."""
 
     scale: nn.Parameter  # (out,) float32; a parameter, so that whatever holds or compares weights counts it
 
@@ -47,8 +47,8 @@ class Fp8Linear(nn.Linear):
         self.register_parameter("bias", layer.bias)
         self.emulated = False  # even where the device could multiply e4m3
 
-    def forward(self, x: Tensor | Quantized) -> Tensor:
-        rows = x if isinstance(x, Quantized) else quantize_rows(x)
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        rows = x if isinstance(x, QuantizedRows) else quantize_rows(x)
         return product(rows, self.weight, self.scale, self.bias, emulated=self.emulated)
 
     def wide(self) -> Tensor:
@@ -69,14 +69,14 @@ class Fp8Linear(nn.Linear):
 # --- numbers ------------------------------------------------------------------------------------------------------
 
 
-def quantize_rows(x: Tensor) -> Quantized:
+def quantize_rows(x: Tensor) -> QuantizedRows:
     """Rows of (…, C) in e4m3, each divided by its largest magnitude over 448: what `kernels.quantize` computes."""
     if x.requires_grad and torch.is_grad_enabled():
         advice = "Load the model with dtype='bfloat16' or 'float32'."
         raise PellucidError(rule("dtype", "another one where gradients are needed", FP8, advice), "dtype")
     most = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=torch.float32).clamp_min(_NO_ROW)
     values = (x * (LARGEST / most)).to(E4M3)
-    return Quantized(values, (most / LARGEST).reshape(-1, 1))
+    return QuantizedRows(values, (most / LARGEST).reshape(-1, 1))
 
 
 def dithered(weight: Tensor) -> dict[str, Tensor]:
@@ -95,7 +95,9 @@ def dithered(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": torch.where(draw < chance, other, near).to(E4M3), "scale": scale.flatten()}
 
 
-def product(rows: Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None, *, emulated: bool = False) -> Tensor:
+def product(
+    rows: QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None, *, emulated: bool = False
+) -> Tensor:
     """rows · weightᵀ + bias in bfloat16, (…, out): one kernel where the device has it, else float32 products."""
     a = rows.values.flatten(0, -2)  # (M, K)
     if not emulated and native(a.device):

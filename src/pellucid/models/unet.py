@@ -23,7 +23,7 @@ from pellucid.models.blocks import (
 )
 from pellucid.models.config import per_block
 from pellucid.models.embeddings import TimeMLP, sinusoid
-from pellucid.models.hoist import Hoisted, hoist
+from pellucid.models.hoist import HoistedInputs, hoist
 from pellucid.models.inputs import Inputs
 from pellucid.models.unet_config import DOWN, MID, UP, UNetConfig
 
@@ -254,7 +254,7 @@ class Descent(nn.Module):
     def project_context(self, context: Tensor) -> Tensor:
         return context if self.config.encoder_hid_dim is None else self.encoder_hid_proj(context)
 
-    def hoist(self, times: Tensor, inputs: Inputs) -> Hoisted | None:
+    def hoist(self, times: Tensor, inputs: Inputs) -> HoistedInputs | None:
         """What depends on the text alone or on the times (U,) alone, once for a run: see `hoist`."""
         return hoist(self, times, inputs)
 

@@ -28,7 +28,7 @@ from pellucid.interop.components import Components, Network
 from pellucid.interop.diffusers_plan import compile_reading, noise_notes, pipeline_options
 from pellucid.models.blocks import within
 from pellucid.models.captured import called_through
-from pellucid.models.controlnet import Controlled, Hint
+from pellucid.models.controlnet import ControlledUNet, Hint
 from pellucid.models.guidance import Guidance, scale_notes, steps_before, steps_of
 from pellucid.models.guided import GuidedDenoiser, GuidedRun
 from pellucid.models.rules import LayerExtra, Rescale
@@ -355,7 +355,7 @@ def _network_of(run: RunSettings, conditions: Conditions, clean: Tensor | None) 
     called: Any
     if request.controls:
         network = image_inputs.controllable(network)
-        controlled = Controlled(network, [run.model.controlnet_of(control) for control in request.controls])
+        controlled = ControlledUNet(network, [run.model.controlnet_of(control) for control in request.controls])
         conditions = conditions.plus("control", *image_inputs.hints_of(run, controlled))
         called = HintSwitch(run.model.policy.ready(controlled))
     else:
@@ -438,7 +438,7 @@ def _acts(control: Control, level: Level, ratios: list[float]) -> bool:
 class HintSwitch:
     """The network of one run: a UNet with ControlNets, without the hints of those that do not act now."""
 
-    def __init__(self, network: Controlled) -> None:
+    def __init__(self, network: ControlledUNet) -> None:
         self.network = network
         self.on: tuple[tuple[bool, ...], ...] = ()  # by control, of the unconditional calls and of every image's own
 

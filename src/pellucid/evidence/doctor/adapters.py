@@ -14,7 +14,7 @@ from pellucid import scenes
 from pellucid.core.batch import StepSeen
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.doctor.checks import Finding, check
-from pellucid.evidence.doctor.subject import Adapter, Subject, Unable
+from pellucid.evidence.doctor.subject import Adapter, Subject, UnsupportedCheck
 from pellucid.models.lora import Receipt
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
 from pellucid.pipeline.images import to_images
@@ -75,7 +75,7 @@ def adapters(subject: Subject, pipeline: Pipeline) -> Iterable[Finding]:
     """Does every adapter change the prediction?"""
     worn = subject.adapters or _beside(subject)
     if not worn:
-        raise Unable("no adapter: give --lora, --controlnet or --ip-adapter")
+        raise UnsupportedCheck("no adapter: give --lora, --controlnet or --ip-adapter")
     plain, _ = _predictions(pipeline)
     return [finding for one in worn for finding in _adapter_findings(pipeline, one, plain)]
 
@@ -87,7 +87,7 @@ def _adapter_findings(pipe: Pipeline, one: Adapter, plain: Sequence[Tensor]) -> 
         adapted, receipt = _predictions(pipe, **_adapter_option(pipe, one))
     except PellucidError as error:
         if error.code == "ip-encoder":
-            raise Unable(f"the image encoder of {name} is not here") from None
+            raise UnsupportedCheck(f"the image encoder of {name} is not here") from None
         yield _refused(kind, name, error)
         return
     moved = _relative_change(plain, adapted)

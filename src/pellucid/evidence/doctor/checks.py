@@ -6,7 +6,7 @@ needs; where one is not known, the check is skipped and the report says why:
     @check("target")
     def check_target(subject: Subject, network: Any) -> Iterable[Finding]: ...
 
-A check that finds out while it works that it cannot judge raises Unable, and is skipped too.
+A check that finds out while it works that it cannot judge raises UnsupportedCheck, and is skipped too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pellucid.evidence.doctor.subject import (
     RunSpec,
     Subject,
     SubjectSpec,
-    Unable,
+    UnsupportedCheck,
     of_pipeline,
     open_subject,
     with_data,
@@ -252,7 +252,10 @@ def examine(
             try:
                 findings += one.run(subject)  # all of a check's findings, or none
                 checked.append(one.name)
-            except (Unable, PellucidError) as error:  # what cannot be run on this subject is no reason to stop
+            except (
+                UnsupportedCheck,
+                PellucidError,
+            ) as error:  # what cannot be run on this subject is no reason to stop
                 why = str(error)
         if why is not None:
             skipped.append((one.name, why))

@@ -32,7 +32,7 @@ from pellucid.evidence.doctor.hypotheses import (
     undecided_words,
 )  # fmt: skip
 from pellucid.evidence.doctor.probe import Probe, probe_of
-from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable
+from pellucid.evidence.doctor.subject import KnownImages, Subject, UnsupportedCheck
 from pellucid.evidence.statistics import Estimate, draws, mean_interval, percentiles
 from pellucid.interop.diffusers_export import TARGET_NAMES
 from pellucid.models.dit import DiT
@@ -175,10 +175,10 @@ def check_target(subject: Subject, network: Any) -> Iterable[Finding]:
     probe, detection = detection_of(subject)
     answer = detection.target
     if subject.data is None and not (answer.denoises and answer.confidence >= SURE):
-        raise Unable(undecided_words(answer, "target"))
+        raise UnsupportedCheck(undecided_words(answer, "target"))
     found = list(target_findings(answer, probe.target, probe.schedule))
     if not found and answer.confidence < SURE:
-        raise Unable(f"the images do not tell the target apart: {answer.doubt()}; give more --data")
+        raise UnsupportedCheck(f"the images do not tell the target apart: {answer.doubt()}; give more --data")
     return _for_network(found, "target-mismatch", f'target="{answer.name}"') if subject.pipeline is None else found
 
 
@@ -241,13 +241,15 @@ def check_scale(subject: Subject, network: Any, data: KnownImages) -> Iterable[F
     """Do images reach the network at the scale that it was trained on?"""
     probe = probe_of(subject, _SCALE_IMAGES)
     if len(probe) < 2:
-        raise Unable(f"{len(probe)} image is too few: give two or more")
+        raise UnsupportedCheck(f"{len(probe)} image is too few: give two or more")
     trained = detection_of(subject)[1].as_trained(probe)
     seen = training_scale(trained)
     if not seen.off:
         return []
     if not _explained(_at_scale(trained, seen.factor)):  # betas of its own look like another scale at some levels alone
-        raise Unable("at no scale does its schedule have the times that the network wants: see the check schedule")
+        raise UnsupportedCheck(
+            "at no scale does its schedule have the times that the network wants: see the check schedule"
+        )
     vae = None if subject.pipeline is None else subject.pipeline.components.vae
     evidence: Evidence = (
         ("images", len(probe)),
@@ -342,9 +344,9 @@ def check_schedule(subject: Subject, network: Any) -> Iterable[Finding]:
     agrees = answer.name == family(schedule_name(probe.schedule))
     sure = answer.confidence >= SURE and answer.name != SCALED
     if subject.data is None and not (answer.denoises and sure):
-        raise Unable(undecided_words(answer, "schedule"))
+        raise UnsupportedCheck(undecided_words(answer, "schedule"))
     if not answer.denoises:
-        raise Unable("the network does not denoise under any schedule")
+        raise UnsupportedCheck("the network does not denoise under any schedule")
     if subject.data is None and agrees:  # times of least error are looked for in data of the model's kind alone
         return []
     found = [] if answer.name == SCALED else list(schedule_findings(answer, probe))
@@ -354,11 +356,11 @@ def check_schedule(subject: Subject, network: Any) -> Iterable[Finding]:
     trained = detection.as_trained(probe)
     size = training_scale(trained)
     if size.off and _explained(_at_scale(trained, size.factor)):
-        raise Unable("the scale of the data is not that of training: see the check scale of training")
+        raise UnsupportedCheck("the scale of the data is not that of training: see the check scale of training")
     nearest = candidates(probe.schedule)[answer.winner.schedule]
     seen = best_times(trained, trained.target, nearest)
     if _explained(seen):
-        raise Unable(f"the images do not tell the schedule apart: {answer.doubt()}; give more --data")
+        raise UnsupportedCheck(f"the images do not tell the schedule apart: {answer.doubt()}; give more --data")
     return [_unknown_schedule(answer, seen, probe.schedule)]
 
 
@@ -417,20 +419,22 @@ def _sample_network(probe: Probe) -> SpreadObserver:
 def check_drift(subject: Subject, network: Any, data: KnownImages) -> Iterable[Finding]:
     """Does a run keep the spread that its levels say, and end with that of the data?"""
     if isinstance(network, DiT):
-        raise Unable("a class-conditional transformer is not run without guidance")
+        raise UnsupportedCheck("a class-conditional transformer is not run without guidance")
     probe, detection = detection_of(subject)
     wrong = detection.contradicts(probe)
     if wrong is not None:
-        raise Unable(f"the run would drift by what the check {wrong} finds")
+        raise UnsupportedCheck(f"the run would drift by what the check {wrong} finds")
     try:
         spread = _sample_network(probe) if subject.pipeline is None else _sample_pipeline(subject.pipeline, data)
     except PellucidError as error:
-        raise Unable(f"a run of {_DRIFT_STEPS} steps with {_DRIFT_SAMPLER} is refused: {error}") from None
+        raise UnsupportedCheck(f"a run of {_DRIFT_STEPS} steps with {_DRIFT_SAMPLER} is refused: {error}") from None
     if not torch.isfinite(spread.found[-1]).all():
-        raise Unable("the run is not finite: see the check overflow")
+        raise UnsupportedCheck("the run is not finite: see the check overflow")
     found = list(drift_findings(spread, float(_deviations(probe.clean).square().mean().sqrt())))
     if found and training_scale(detection.as_trained(probe), _SCALE_IMAGES).off:
-        raise Unable("the run ends at the scale of training, not of the data: see the check scale of training")
+        raise UnsupportedCheck(
+            "the run ends at the scale of training, not of the data: see the check scale of training"
+        )
     return found
 
 

@@ -17,7 +17,7 @@ from pellucid.core.filters import Clip, DynamicThreshold
 from pellucid.core.schedule import DiscreteVP
 from pellucid.evidence.doctor.checks import Finding, check
 from pellucid.evidence.doctor.scheduler_configs import flow_in_eps, flows
-from pellucid.evidence.doctor.subject import Component, Subject, Unable, read_single_file
+from pellucid.evidence.doctor.subject import Component, Subject, UnsupportedCheck, read_single_file
 from pellucid.interop.diffusers_classes import CLASSES
 from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.family import DIT, Family, family_of
@@ -84,7 +84,7 @@ def file_target(subject: Subject, file: Path) -> Iterator[Finding]:
     try:
         _, layout, target, notes = read_single_file(file)
     except PellucidError as error:
-        raise Unable(str(error)) from None
+        raise UnsupportedCheck(str(error)) from None
     for note in notes:
         silent = note.startswith("nothing")
         yield Finding(
@@ -131,7 +131,7 @@ def family_scale(subject: Subject) -> Iterator[Finding]:
     """A scaling factor of another family."""
     family, factor = _known_family(subject), _scaling_of(subject)
     if family is None or factor is None:
-        raise Unable("the subject is not a model of a published family")
+        raise UnsupportedCheck("the subject is not a model of a published family")
     if abs(factor - family.scaling) > 1e-6:
         yield Finding(
             "scaling-family",
@@ -242,7 +242,7 @@ _LARGER = 2.0  # times the pixels that a model was trained on
 def recipe_guidance(subject: Subject, recipe: Mapping[str, Any]) -> Iterator[Finding]:
     """A scale that burns colours, with nothing against it."""
     if not recipe.get("guidance"):
-        raise Unable("the recipe names no guidance")
+        raise UnsupportedCheck("the recipe names no guidance")
     guidance = Guidance.from_dict(recipe["guidance"])
     most = guidance.most
     if guidance.untamed:
@@ -261,7 +261,7 @@ def recipe_guidance(subject: Subject, recipe: Mapping[str, Any]) -> Iterator[Fin
 def recipe_size(subject: Subject, recipe: Mapping[str, Any], pipeline: Pipeline) -> Iterator[Finding]:
     """An image of another size than the model was trained on."""
     if recipe.get("size") is None:
-        raise Unable("the recipe names no size")
+        raise UnsupportedCheck("the recipe names no size")
     (width, height), own = recipe["size"], pipeline.size_of(Request())
     ratio = width * height / (own[0] * own[1])
     if not 1 / _LARGER <= ratio <= _LARGER:

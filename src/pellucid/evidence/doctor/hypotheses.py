@@ -31,7 +31,7 @@ from pellucid.core import schedule as schedules
 from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.schedule import EDM, DiscreteVP, Flow, Frame, Schedule, Target, in_frame
 from pellucid.evidence.doctor.probe import Probe, pipeline_probe, probe_of
-from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable
+from pellucid.evidence.doctor.subject import KnownImages, Subject, UnsupportedCheck
 from pellucid.evidence.statistics import draws
 from pellucid.pipeline.request import Request
 
@@ -244,7 +244,7 @@ def _measure(
             k_x, k_out = read_output(curve, one.target, "x0", level)
             errors[i, k] = log_square((x * k_x + outputs[key] * k_out) / scale - clean) - linear
         if not any(torch.isfinite(out).all() for out in outputs.values()):
-            raise Unable("the network's output is not finite: see the check overflow")
+            raise UnsupportedCheck("the network's output is not finite: see the check overflow")
     return Scores(pairs, errors)
 
 
@@ -271,7 +271,7 @@ def _schedules_tried(probe: Probe) -> dict[str, Schedule]:
 def detect(probe: Probe, most: int = _MOST) -> Detection:
     """Tries more and more images, until both answers are clear or the images are used up."""
     if len(probe) < 2:
-        raise Unable(f"{len(probe)} image is too few: give two or more")
+        raise UnsupportedCheck(f"{len(probe)} image is too few: give two or more")
     curves = _schedules_tried(probe)
     total = min(len(probe), most)
     scores = _measure(probe, curves, range(min(_FEW_FIRST if probe.few else _FIRST, total)))
@@ -407,14 +407,14 @@ def _built_in_probe(subject: Subject) -> Probe:
     weights = sum(weight.numel() for weight in pipe.components.network.parameters())
     slow = pipe.device.type == "cpu" and weights > LARGE
     if slow and weights > TOO_LARGE:
-        raise Unable(f"{weights / 1e9:.1f} billion weights take minutes on a CPU; give --data, or a GPU")
+        raise UnsupportedCheck(f"{weights / 1e9:.1f} billion weights take minutes on a CPU; give --data, or a GPU")
     size = min(pipe.size_of(Request()))
     size = min(size, _SMALLER) if slow else size
     kinds = denoisable_kinds(
         replace(pipeline_probe(pipe, KnownImages(mixed_images(KINDS, len(KINDS), size))), few=slow)
     )
     if not kinds:
-        raise Unable("the network denoises no built-in image; give --data of its kind")
+        raise UnsupportedCheck("the network denoises no built-in image; give --data of its kind")
     return replace(
         pipeline_probe(pipe, KnownImages(mixed_images(kinds, _FEW_BUILT_IN if slow else _BUILT_IN, size))), few=slow
     )
@@ -441,9 +441,9 @@ def detection_of(subject: Subject) -> tuple[Probe, Detection]:
         try:
             probe = probe_of(subject) if subject.data is not None else _built_in_probe(subject)
             subject.memo["detection"] = probe, detect(probe)
-        except Unable as error:
+        except UnsupportedCheck as error:
             subject.memo["detection"] = error
-    found: tuple[Probe, Detection] | Unable = subject.memo["detection"]
-    if isinstance(found, Unable):
+    found: tuple[Probe, Detection] | UnsupportedCheck = subject.memo["detection"]
+    if isinstance(found, UnsupportedCheck):
         raise found
     return found

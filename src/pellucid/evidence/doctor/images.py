@@ -15,7 +15,7 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError
 from pellucid.evidence import qualities
 from pellucid.evidence.doctor.checks import Evidence, Finding, check
-from pellucid.evidence.doctor.subject import Subject, Unable
+from pellucid.evidence.doctor.subject import Subject, UnsupportedCheck
 from pellucid.evidence.doctor.traces import scale_evidence
 from pellucid.evidence.metrics.images import Folder, ImageSet
 from pellucid.evidence.qualities import unit
@@ -50,7 +50,9 @@ def _chunks_of(subject: Subject) -> list[Tensor]:
             break
     large = [chunk for chunk in kept if min(chunk.shape[2:]) >= _LEAST_SIDE and len(chunk)]
     if not large:
-        raise Unable(f"no image of {_LEAST_SIDE} pixels or more could be read" + (f": {unread[0]}" if unread else ""))
+        raise UnsupportedCheck(
+            f"no image of {_LEAST_SIDE} pixels or more could be read" + (f": {unread[0]}" if unread else "")
+        )
     return large
 
 
@@ -126,7 +128,7 @@ def seams(subject: Subject, images: ImageSet) -> Iterator[Finding]:
         if values:
             found[period] = float(torch.cat(values).median())
     if not found:
-        raise Unable(f"the images are smaller than two tiles of {_PERIODS[0]} pixels")
+        raise UnsupportedCheck(f"the images are smaller than two tiles of {_PERIODS[0]} pixels")
     period = max(found, key=found.__getitem__)
     if not found[period] < _SEAM:
         yield Finding(
@@ -147,7 +149,7 @@ def bleeding(subject: Subject, images: ImageSet) -> Iterator[Finding]:
     """Has an object the colour that another was to have?"""
     known = [(pixels, query) for pixels, query in _queries(subject) if len(query.objects) > 1]
     if len(known) < _ASKED:
-        raise Unable(f"the truth is known of {len(known)} images of several objects; {_ASKED} are needed")
+        raise UnsupportedCheck(f"the truth is known of {len(known)} images of several objects; {_ASKED} are needed")
     share, scale = _share_bled(known), _guidance_of(subject)
     if share.interval[0] > _BLED:
         yield Finding(
@@ -176,7 +178,7 @@ def as_asked(subject: Subject, images: ImageSet) -> Iterator[Finding]:
     """Do the images show what the prompt says? Where colours bled, that check reports it."""
     known = _queries(subject)
     if len(known) < _ASKED:
-        raise Unable(f"the truth is known of {len(known)} images; {_ASKED} are needed")
+        raise UnsupportedCheck(f"the truth is known of {len(known)} images; {_ASKED} are needed")
     grades = [grade(2 * unit(pixels) - 1, query)[0] for pixels, query in known]
     share = Share.of(one.right for one in grades)
     if share.interval[1] >= _FOLLOWED or _share_bled(known).interval[0] > _BLED:

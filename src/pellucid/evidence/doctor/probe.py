@@ -15,7 +15,7 @@ from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import Philox
 from pellucid.core.schedule import Level, Schedule, Target
-from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable
+from pellucid.evidence.doctor.subject import KnownImages, Subject, UnsupportedCheck
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.interop.source import expanded
@@ -135,9 +135,9 @@ def pipeline_probe(pipe: Pipeline, data: KnownImages) -> Probe:
     """The probe of a pipeline whose output can be read, with all of the data."""
     check_callable(pipe)
     if is_inpainting(pipe.components):
-        raise Unable("an inpainting network takes a mask and an image beside x")
+        raise UnsupportedCheck("an inpainting network takes a mask and an image beside x")
     if getattr(pipe.components.network.config, "time_cond_proj_dim", None) is not None:
-        raise Unable("a guidance-distilled network predicts no plain target")
+        raise UnsupportedCheck("a guidance-distilled network predicts no plain target")
     return any_probe(pipe, data)
 
 
@@ -152,11 +152,11 @@ def any_probe(pipe: Pipeline, data: KnownImages) -> Probe:
 def check_callable(pipe: Pipeline) -> None:
     """Refuses a pipeline whose networks cannot be called here and now, or take no images in colour."""
     if pipe.policy.offload != "none":
-        raise Unable("the networks are offloaded; load the model without")
+        raise UnsupportedCheck("the networks are offloaded; load the model without")
     network: Any = pipe.components.network
     channels = network.config.in_channels
     if pipe.components.vae is None and channels not in (1, 3):
-        raise Unable(f"the network takes {channels} channels, and images have 3, or 1 in grey")
+        raise UnsupportedCheck(f"the network takes {channels} channels, and images have 3, or 1 in grey")
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ def _conditions_of(pipe: Pipeline, data: KnownImages) -> dict[str, Tensor]:
     options: dict[str, Any] = {}
     if takes_text(network):
         if not parts.text_encoders:
-            raise Unable("the model's text encoder is not here, so its network cannot be called")
+            raise UnsupportedCheck("the model's text encoder is not here, so its network cannot be called")
         options["prompt"] = list(data.captions) if data.captions is not None else [""] * count
     unlabelled = takes_labels(network) and data.labels is None
     if takes_labels(network):

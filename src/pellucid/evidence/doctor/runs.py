@@ -11,7 +11,7 @@ from pellucid.core.errors import PellucidError
 from pellucid.core.plan import Plan, kept, landings
 from pellucid.core.schedule import DiscreteVP
 from pellucid.evidence.doctor.checks import Evidence, Finding, check
-from pellucid.evidence.doctor.subject import Subject, Unable, exact_plan, make_plan, steps_of
+from pellucid.evidence.doctor.subject import Subject, UnsupportedCheck, exact_plan, make_plan, steps_of
 from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.weights import some
 
@@ -76,7 +76,7 @@ def strength(subject: Subject, reading: SchedulerSettings) -> Iterator[Finding]:
     """Too little strength for a single step."""
     share, count = subject.run.strength, steps_of(subject.run)
     if share is None:
-        raise Unable("no strength: give --strength S")
+        raise UnsupportedCheck("no strength: give --strength S")
     if subject.run.whole_steps and int(count * share) < 1:
         yield Finding(
             "strength-below-a-step",
@@ -240,7 +240,7 @@ def _schedule_of_betas(subject: Subject, plan: Plan, why: str) -> DiscreteVP:
     """The plan's schedule where that is one of betas; else `why` the check cannot be made."""
     schedule = schedules.from_dict(plan.schedule) if subject.reading is None else subject.reading.schedule
     if not isinstance(schedule, DiscreteVP):
-        raise Unable(why)
+        raise UnsupportedCheck(why)
     return schedule
 
 
@@ -250,7 +250,7 @@ def first_level(subject: Subject, plan: Plan) -> Iterator[Finding]:
     schedule = _schedule_of_betas(subject, plan, "only schedules of betas have a noisiest time")
     recipe = subject.recipe
     if subject.is_run and (recipe is None or recipe.get("strength") or recipe.get("denoising_start")):
-        raise Unable("the run that was recorded starts from an image, or may")
+        raise UnsupportedCheck("the run that was recorded starts from an image, or may")
     noisiest = float(schedule.alpha_bar[-1]) ** 0.5
     alpha = plan.start.to("vp").alpha
     facts = (("alpha of the first call", alpha), ("alpha of the noisiest level", noisiest),
@@ -306,7 +306,7 @@ def in_noise(subject: Subject, plan: Plan) -> Iterator[Finding]:
 def last_level(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """Noise that the last step leaves in the image."""
     if subject.is_run:
-        raise Unable("the check of the trace's levels reports it")
+        raise UnsupportedCheck("the check of the trace's levels reports it")
     if plan.end.ratio <= 0.0:
         return
     clear = plan.end.ratio > _NOISY_END

@@ -61,7 +61,7 @@ NEEDS: dict[str, str] = {
 Adapter = Lora | Control | ImagePrompt
 
 
-class Unable(Exception):  # noqa: N818
+class UnsupportedCheck(Exception):  # noqa: N818
     """Raised by a check that cannot judge this subject; its message says why."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pellucid.evidence.doctor.checks import Evidence, Finding, check
-from pellucid.evidence.doctor.subject import Subject, Unable
+from pellucid.evidence.doctor.subject import Subject, UnsupportedCheck
 from pellucid.evidence.trace import Step, Trace
 
 _LEFT = 0.05  # sigma / alpha at the end: more noise than this is seen
@@ -26,7 +26,7 @@ _SAME = 1e-6  # 1 − cosine: cond and uncond are one
 
 def _check_steps(trace: Trace) -> None:
     if not trace.steps:
-        raise Unable("the trace holds no whole step")
+        raise UnsupportedCheck("the trace holds no whole step")
 
 
 def _not_finite(trace: Trace) -> tuple[Step, str] | None:
@@ -119,7 +119,7 @@ def guidance(subject: Subject, trace: Trace) -> Iterator[Finding]:
     """Does guidance act, and does it leave the prediction in its range?"""
     _check_steps(trace)
     if _not_finite(trace) is not None:
-        raise Unable("the run is not finite")
+        raise UnsupportedCheck("the run is not finite")
     scale = scale_of(trace)
     yield from _without_effect(trace, scale)
     for too_much in (_saturated_end, _overshoot, _leading):  # the most severe of them

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.doctor.checks import Finding, check
-from pellucid.evidence.doctor.subject import NEEDS, QUICK, Component, Subject, Unable, dtype_name
+from pellucid.evidence.doctor.subject import NEEDS, QUICK, Component, Subject, UnsupportedCheck, dtype_name
 from pellucid.interop import single_file, weights
 from pellucid.interop.components import KINDS, NETWORK_PARTS
 from pellucid.interop.folder import IGNORED
@@ -169,7 +169,7 @@ def _wrong_shapes(
 def _stored(subject: Subject) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Every component's tensors, or those of a single file; what cannot be read is another check's."""
     if subject.file is subject.folder is None:
-        raise Unable(NEEDS["pipeline"])
+        raise UnsupportedCheck(NEEDS["pipeline"])
     if subject.file is not None:
         with suppress(PellucidError):
             yield subject.file.name, weights.read(subject.file)
@@ -243,7 +243,7 @@ def _is_pickle(path: Path) -> bool:
 def numbers(subject: Subject) -> Iterator[Finding]:
     """NaN and infinities in the files, and a last layer that is all zeros."""
     if subject.quick:
-        raise Unable(QUICK)
+        raise UnsupportedCheck(QUICK)
     for part, held in _stored(subject):
         broken = [name for name, tensor in held.items() if not _is_finite(tensor)]
         if broken:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.components import Components
 from pellucid.models import tiles
-from pellucid.models.controlnet import Controlled, ControlNet, Hint
+from pellucid.models.controlnet import ControlledUNet, ControlNet, Hint
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.unet import UNet
 from pellucid.models.vae import to_diffusion
@@ -212,7 +212,7 @@ def controllable(network: nn.Module) -> UNet:
     return network
 
 
-def hints_of(run: RunSettings, network: Controlled) -> tuple[tuple[Hint, ...], tuple[Hint, ...]]:
+def hints_of(run: RunSettings, network: ControlledUNet) -> tuple[tuple[Hint, ...], tuple[Hint, ...]]:
     """Each ControlNet's image, embedded once: with the prompt, and without it, where those that guess do not act."""
     hints = []
     for controlnet, control in zip(network.controlnets, run.request.controls, strict=True):
