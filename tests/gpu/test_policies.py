@@ -71,6 +71,9 @@ POLICIES = [
     Policy(offload="component"),
     Policy(offload="block"),
     Policy(compile=True),
+    Policy(without=("graphs",)),
+    Policy(without=("fused",)),
+    Policy(without=("channels_last", "fused", "graphs")),
     Policy(attention="efficient"),
 ]
 
