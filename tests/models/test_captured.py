@@ -10,19 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import randomise
 from plain_kernels import fused_on_cpu
+from test_unet import CONFIGS, inputs_of
 from torch import Tensor, nn
 
 from pellucid import Clip, PellucidError, Philox, TorchStream, compile_plan, schedules
 from pellucid.core import samplers
 from pellucid.core.batch import Batch, Entry, StepSeen
+from pellucid.core.loop import loop
 from pellucid.models import attention, ops
+from pellucid.models import inputs as trees
 from pellucid.models.captured import StepGraphs, bucket
 from pellucid.models.guidance import Guidance
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.lora import view
 from pellucid.models.unet import UNet
-from pellucid.models.unet_config import UNetConfig
+from pellucid.models.unet_config import UNetConfig, read
 
 SCALED = schedules.make("scaled_linear")
 SHAPE = (4, 8, 8)
@@ -145,6 +149,47 @@ def test_a_real_unet_with_its_text_and_times_hoisted() -> None:
     drain(made[1], StepGraphs())
     for wanted, found in zip(*made, strict=True):
         assert off(found.result, wanted.result) < 2e-5
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("name", ["sd1", "sdxl"])
+def test_who_joins_is_hoisted_and_who_stays_is_not(name: str, steps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDXL's time embedding depends on the image too. Prompts of two images each: joined, and left at other steps."""
+    network, seen = randomise(UNet(read(CONFIGS[name]))), list[int]()
+    hoist = UNet.hoist
+
+    def counted(self: UNet, times: Tensor, inputs: Any) -> Any:
+        seen.append(trees.rows(inputs))
+        return hoist(self, times, inputs)
+
+    def asked(seed: int, steps: int, sampler: str) -> Entry:
+        inputs = [inputs_of(CONFIGS[name], batch=2, seed=seed + k) for k in range(2)]
+        x = inputs[0]["x"]
+        cond, uncond = ({k: v for k, v in one.items() if k not in ("x", "time")} for one in inputs)
+        plan = compile_plan(sampler, steps=steps)
+        own = GuidedDenoiser(network, SCALED, "eps", cond, uncond, Guidance.parse("5"))
+        return Entry([plan] * 2, own, x, Philox([seed, seed + 1]))
+
+    monkeypatch.setattr(UNet, "hoist", counted)
+    alone = [asked(1, 6, "euler"), asked(3, 3, "dpmpp_2m"), asked(5, 8, "heun"), asked(7, 2, "ddim")]
+    with torch.no_grad():
+        wanted = [loop(one.plans, one.denoiser, one.x, one.noise, (), (), None) for one in alone]
+        assert seen == [4] * 4  # each of its own, with and without the prompt
+        seen.clear()
+        made = [asked(1, 6, "euler"), asked(3, 3, "dpmpp_2m"), asked(5, 8, "heun"), asked(7, 2, "ddim")]
+        batch = Batch(stepper=StepGraphs().stepper([network], capture=False) if steps else None)
+        for entry in made[:2]:
+            batch.join(entry)
+        batch.step()
+        assert seen == [8]
+        for entry in made[2:]:
+            batch.join(entry)
+            batch.step()
+        while batch.entries:
+            batch.step()
+    assert seen == [8, 4, 4]
+    for found, result in zip(made, wanted, strict=True):
+        assert off(found.result, result) < 2e-5
 
 
 def test_observers_see_the_same_steps() -> None:

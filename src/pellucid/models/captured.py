@@ -507,6 +507,7 @@ class DeviceStepper:
         self.run: GuidedRun | None = None  # whose images the registers hold
         self.sources: Sources | None = None
         self.program: tuple[Any, _Program] | None = None
+        self.lines: dict[tuple[int, int], tuple[ImageGuidance, tuple[Array, Array]]] = {}  # of the images that it has
         self.state: State | None = None  # that the last step left in the registers
         self.addressed = False  # whether the program draws the noise
         self.why = ""
@@ -580,14 +581,17 @@ class DeviceStepper:
             fresh = self.graphs.take(count, rows, draws, x)
             self.close()
             self.registers = owned = fresh
-        made: dict[tuple[int, int], tuple[Array, Array]] = {}
+        made: dict[tuple[int, int], tuple[ImageGuidance, tuple[Array, Array]]] = {}
         lines = []
         for image in run.images:
-            key = (id(image.plan), id(image.bound))
-            made[key] = made.get(key) or lines_of(image, run.owner.schedule, run.owner.target)
-            lines.append(made[key])
+            key = (id(image.plan), id(image.bound))  # of objects that the image holds
+            held = made.get(key) or self.lines.get(key)
+            made[key] = held or (image, lines_of(image, run.owner.schedule, run.owner.target))
+            lines.append(made[key][1])
+        self.lines = made
         owned.load(state, lines, index, noise if noise is not None and draws else ())
-        self.run, self.program, self.state, self.sources = run, None, None, Sources.of(run)
+        run.sources = run.sources or Sources.of(run)
+        self.run, self.program, self.state, self.sources = run, None, None, run.sources
 
     def program_of(self, run: GuidedRun, pattern: _Pattern) -> _Program:
         """The program of a pattern of calls, with the run's inputs in it."""

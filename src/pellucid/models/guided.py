@@ -248,10 +248,14 @@ class Calls:
             found = self.taken[key] = tree, trees.pick(tree, key)
         return found[1]
 
+    def rows_of(self, images: Sequence[int]) -> list[int]:
+        """The rows of the inputs that these images read, those without a prompt first."""
+        return [*(row for i in images if (row := self.uncond[i]) is not None), *(self.cond[i] for i in images)]
+
     def select(self, images: Sequence[int]) -> Calls:
         """The calls of some images."""
         uncond, cond = [self.uncond[i] for i in images], [self.cond[i] for i in images]
-        rows = [*(row for row in uncond if row is not None), *cond]
+        rows = self.rows_of(images)
         place = {row: k for k, row in enumerate(rows)}
         found = tuple(None if row is None else place[row] for row in uncond)
         return Calls(trees.pick(self.sources, rows), tuple(place[row] for row in cond), found)
@@ -286,6 +290,32 @@ class Sources:
         if found is None:
             return Sources(run.calls.sources)
         return Sources(found.inputs, {time: k for k, time in enumerate(times)}, found.table, found.index)
+
+    def select(self, rows: Sequence[int]) -> Sources | None:
+        """What is left of it when only these rows of the inputs are; None where it is as well made anew."""
+        if self.table is None or self.index is None:
+            return None
+        index = self.index if len(self.index) == 1 else self.index[list(rows)]
+        return replace(self, inputs=trees.pick(self.inputs, rows), index=index)
+
+    def merge(self, other: Sources, counts: tuple[int, int], needed: int) -> Sources | None:
+        """Both as one, the other's rows behind its own: `counts` says how many these are.
+
+        None where their texts differ in length, or where the table would be much larger than the `needed` rows,
+        because most of it is of times that have passed.
+        """
+        both = trees.even(self.inputs, other.inputs)
+        if both is None or self.table is None or self.index is None or other.table is None or other.index is None:
+            return None
+        if len(self.table) + len(other.table) > 2 * needed:
+            return None
+        place = {time: k for k, time in enumerate(sorted({*self.place, *other.place}))}
+        index = torch.zeros(sum(counts), len(place), dtype=torch.int64, device=self.table.device)
+        for one, first, count, start in ((self, 0, counts[0], 0), (other, counts[0], counts[1], len(self.table))):
+            assert one.index is not None
+            at = torch.tensor([place[time] for time in one.place], device=index.device)  # in the order of its columns
+            index[first : first + count, at] = one.index.expand(count, -1) + start
+        return Sources(trees.join(*both), place, torch.cat([self.table, other.table]), index)
 
     def rows(self, calls: Sequence[int], times: Sequence[float]) -> Tensor | None:
         """The rows of the table for calls at their times; None without a table, where the time itself is passed."""
@@ -332,8 +362,9 @@ class GuidedRun:
         if len(images) == len(self.images):
             return self
         groups = [group.select(images) for group in self.groups]
-        chosen = [self.images[i] for i in images]
-        return GuidedRun(self.owner, chosen, self.calls.select(images), [g for g in groups if g.at])
+        chosen, calls = [self.images[i] for i in images], self.calls.select(images)
+        sources = self.sources and self.sources.select(self.calls.rows_of(images))
+        return GuidedRun(self.owner, chosen, calls, [g for g in groups if g.at], sources)
 
     def merge(self, other: object) -> GuidedRun | None:
         """Both runs as one, where they call the same network in the same way."""
@@ -351,7 +382,11 @@ class GuidedRun:
                 groups.append(moved)
             else:
                 same.extend(moved)
-        return GuidedRun(self.owner, [*self.images, *other.images], calls, groups)
+        images, sources = [*self.images, *other.images], None
+        if self.sources is not None and self.sources.table is not None:  # only what is new is made
+            needed = 2 * sum(len(image.plan.rows) for image in images if image.plan is not None)
+            sources = self.sources.merge(Sources.of(other), (self.calls.rows, other.calls.rows), needed)
+        return GuidedRun(self.owner, images, calls, groups, sources)
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
         if len(x) != len(self.images):

@@ -67,20 +67,13 @@ def hoist(network: Hoistable, times: Tensor, inputs: Inputs) -> HoistedInputs | 
     if context is not None:
         left["text"] = network.text_tokens(context)
     conditions = {name: left[name] for name in network.CONDITIONS if left.get(name) is not None}
-    chosen, group = (part.to(times.device) for part in _distinct(conditions, _sources(inputs)))
+    chosen, group = (part.to(times.device) for part in _distinct(conditions, trees.rows(inputs)))
     if len(chosen) * len(times) * sum(network.row_widths) * first.element_size() > MOST_BYTES:
         return HoistedInputs(left, None, None)
     told = {name: leaf[chosen].repeat_interleave(len(times), dim=0) for name, leaf in conditions.items()}
     table = torch.cat(network.time_rows(times.repeat(len(chosen)), **told), dim=1)  # (T, S)
     index = group[:, None] * len(times) + torch.arange(len(times), device=times.device)  # (N, U)
     return HoistedInputs({k: v for k, v in left.items() if k not in network.CONDITIONS}, table, index)
-
-
-def _sources(inputs: Inputs) -> int:
-    """The rows of the inputs; 1 where there is no tensor that could say it."""
-    counts: list[int] = []
-    trees.over(lambda _, leaf: counts.append(len(leaf)), "inputs", inputs)
-    return counts[0] if counts else 1
 
 
 def _distinct(conditions: Mapping[str, Tensor], sources: int) -> tuple[Tensor, Tensor]:

@@ -90,6 +90,13 @@ def pick(inputs: Inputs, images: Sequence[int]) -> dict[str, Any]:
     return picked
 
 
+def rows(inputs: Inputs) -> int:
+    """How many rows they have; 1 where there is no tensor that could say it."""
+    counts: list[int] = []
+    over(lambda _, leaf: counts.append(len(leaf)), "inputs", inputs)
+    return counts[0] if counts else 1
+
+
 def check(inputs: Inputs, images: int) -> None:
     """Every tensor has one row per image."""
 
