@@ -50,14 +50,19 @@ def test_in_the_interpreter() -> None:
     assert f"{len(CHECKS) * SEEDS + 1} passed" in run.stdout  # and the last test
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
-@pytest.mark.usefixtures("_rounding")
-@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # the interpreter's loops
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # a GPU gives infinity, which is right
-@pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.parametrize("name", CHECKS)
-def test_equals_plain_torch(name: str, seed: int) -> None:
-    CHECKS[name](Draw(seed, "cpu", large=False))
+if INTERPRETED:
+
+    @pytest.mark.usefixtures("_rounding")
+    @pytest.mark.filterwarnings(
+        "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
+    )  # the interpreter's loops
+    @pytest.mark.filterwarnings(
+        "ignore:overflow encountered in exp:RuntimeWarning"
+    )  # a GPU gives infinity, which is right
+    @pytest.mark.parametrize("seed", range(SEEDS))
+    @pytest.mark.parametrize("name", CHECKS)
+    def test_equals_plain_torch(name: str, seed: int) -> None:
+        CHECKS[name](Draw(seed, "cpu", large=False))
 
 
 def test_triton_is_imported_by_the_first_launch_only() -> None:
