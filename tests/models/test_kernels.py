@@ -53,12 +53,9 @@ def test_in_the_interpreter() -> None:
 if INTERPRETED:
 
     @pytest.mark.usefixtures("_rounding")
-    @pytest.mark.filterwarnings(
-        "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
-    )  # the interpreter's loops
-    @pytest.mark.filterwarnings(
-        "ignore:overflow encountered in exp:RuntimeWarning"
-    )  # a GPU gives infinity, which is right
+    # the interpreter's loops; and a GPU gives infinity, which is right
+    @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
     @pytest.mark.parametrize("seed", range(SEEDS))
     @pytest.mark.parametrize("name", CHECKS)
     def test_equals_plain_torch(name: str, seed: int) -> None:
