@@ -35,18 +35,18 @@ PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 _ENDINGS = (".safetensors", ".safetensors.index.json", *PICKLES)
 _LFS_POINTER = b"version https://git-lfs"
 NOT_WEIGHTS = re.compile(r"(^|\.)position_ids$")  # a table of 0, 1, 2, … that old CLIP files carry
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _N = TypeVar("_N", bound=nn.Module)
 
 
 def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """A torch dtype from itself or its name."""
     if dtype == FP8:
-        must = f"one of {', '.join(_DTYPES)} here"
+        must = f"one of {', '.join(DTYPES)} here"
         raise PellucidError(rule("dtype", must, FP8, "fp8 is for sampling from a whole model: pellucid.load."), "dtype")
-    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and (found is None or not found.is_floating_point or found.itemsize < 2):
-        raise PellucidError(rule("dtype", f"one of {', '.join(_DTYPES)}", str(dtype)), "dtype")
+        raise PellucidError(rule("dtype", f"one of {', '.join(DTYPES)}", str(dtype)), "dtype")
     return found
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pellucid.core.errors import PellucidError, rule
+from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.interop import source
 from pellucid.interop.components import Components
 from pellucid.interop.family import check_fit
+from pellucid.interop.weights import DTYPES
 from pellucid.models import quantize
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
@@ -61,6 +62,9 @@ def load(
     policy = Policy() if policy is None else policy
     if not isinstance(policy, Policy):
         raise PellucidError(rule("policy", "a Policy", type(policy).__name__), "policy")
+    known = (*DTYPES, quantize.FP8, AUTO, STORED)
+    if isinstance(dtype, str) and dtype not in known:
+        raise PellucidError(rule("dtype", f"one of {', '.join(known)}", dtype, nearest(dtype, known)), "dtype")
     goal = source.place(device) or default_device()
     policy.check(goal)
     early = None if policy.offload != "none" else goal
