@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -238,6 +237,7 @@ class Entry:
     cancelled: Callable[[], bool] | None = None
     index: int = field(default=0, init=False)  # the row that comes next, of each image
     images: list[int] = field(default_factory=list, init=False)  # that are still running
+    first_end: int = field(default=0, init=False)  # the row at which the first of these ends
     result: Tensor = field(init=False, repr=False)
     error: Exception | None = field(default=None, init=False)  # why it left before its end
 
@@ -247,10 +247,15 @@ class Entry:
         if not self.x.is_floating_point() or self.x.dtype in (torch.float16, torch.bfloat16):
             self.x = self.x.to(torch.float32)
         self.images = list(range(len(self.plans)))
+        self.first_end = self.soonest()
         self.result = torch.empty_like(self.x)
         self.table = Table(self.plans, self.x)
         self.depth = max(plan.depth for plan in self.plans)
         self.watching = [observe for observe in self.observers if isinstance(observe, _RunObserver)]
+
+    def soonest(self) -> int:
+        """The row at which the first of the running images ends."""
+        return min((len(self.plans[i].rows) for i in self.images), default=0)
 
     @property
     def one_plan(self) -> bool:
@@ -409,7 +414,7 @@ class Batch:
             with _failing(entry):
                 if entry.cancelled is not None and entry.cancelled():
                     entry.error = Cancelled(f"stopped before row {entry.index}")
-        left = self._leave_ended()
+        left = self._leave_ended() if any(entry.error is not None for entry in self.entries) else []
         if self.state is None:
             return left
         entries, places = self.entries, self._places()
@@ -521,6 +526,8 @@ class Batch:
 
     def _leave_ended(self) -> list[Entry]:
         """Takes out the images whose plans have ended, and all of the entries that have failed."""
+        if all(entry.error is None and entry.index < entry.first_end for entry in self.entries):
+            return []
         left: list[Entry] = []
         keep: list[int] = []
         at = 0
@@ -537,6 +544,7 @@ class Batch:
                     at += 1
                 if len(running) < len(entry.images):
                     entry.images = running
+                    entry.first_end = entry.soonest()
                     left += [] if running else [entry]
             keep += [first + k for k in own]
             if own and len(own) < at - first and lane.bound:
@@ -548,14 +556,20 @@ class Batch:
         return left
 
 
-@contextmanager
-def _failing(*entries: Entry) -> Iterator[None]:
+class _failing:  # noqa: N801
     """An error inside is theirs alone: they leave at the end of the step."""
-    try:
-        yield
-    except Exception as error:
-        for entry in entries:
+
+    def __init__(self, *entries: Entry) -> None:
+        self.entries = entries
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        for entry in self.entries:
             entry.error = entry.error or error
+        return True
 
 
 def _mark_of(entries: Sequence[Entry]) -> Mark:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -111,13 +112,20 @@ def column(values: Sequence[float], like: Tensor, single: bool, dtype: torch.dty
     return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).reshape(-1, *([1] * (like.ndim - 1)))
 
 
+@lru_cache(4096)
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A weight as a tensor, which rounds as the cells of a table do; made once for all steps that have it."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device=device)
+
+
 def mix(weights: Weights, registers: Sequence[Tensor | None]) -> Tensor:
     """Σ weight·register for one row, in register order: what a step of a batch does, for who steps by hand."""
     out: Tensor | None = None
     for register, weight in weights:
         value = registers[register]
         assert value is not None
-        factor = torch.tensor(weight, dtype=value.dtype, device=value.device)
+        factor = _scalar(weight, value.dtype, value.device)
         out = value * factor if out is None else torch.addcmul(out, value, factor)
     if out is None:  # a row may leave nothing: diffusers' iPNDM in one step does
         assert registers[0] is not None
