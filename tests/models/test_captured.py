@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -438,3 +439,78 @@ def test_hooks_that_watch_the_network_are_stepped_plainly() -> None:
 def test_buckets_are_near_their_counts() -> None:
     assert [bucket(n) for n in range(1, 21)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 10, 12, 12, 14, 14, 16, 16, 20, 20, 20, 20]
     assert all(n <= bucket(n) <= 1.25 * n + 1 for n in range(1, 500))
+
+
+class Breaks:
+    """Noise of no kind that a program draws, and which fails at a draw."""
+
+    def __init__(self, seed: int, at: int) -> None:
+        self.source, self.left = TorchStream(seed), at
+
+    def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
+        return self.source.first(shape, like, images)
+
+    beside = first
+
+    def step(self, *given: Any) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError("no more noise")
+        return self.source.step(*given)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_noise_that_fails_ends_its_own_images(captured: bool) -> None:
+    network = Toy()
+    made = [entry(network, "euler_a", 6, seed, "7") for seed in (1, 2, 2)]
+    made[0].noise, made[1].noise = Breaks(1, 2), Breaks(2, 99)
+    made[2].noise = TorchStream(2)
+    drain(made[2:], None)
+    batch = Batch(stepper=StepGraphs().stepper([network], capture=False) if captured else None)
+    steps = 0
+    with torch.no_grad():
+        for one in made[:2]:
+            batch.join(one)
+        while batch.entries:
+            batch.step()
+            steps += 1
+    assert steps == 6
+    assert isinstance(made[0].error, OSError)
+    assert made[1].error is None
+    assert off(made[1].result, made[2].result) < 3e-6
+
+
+def test_inputs_of_another_form_have_a_program_of_their_own() -> None:
+    """A part without a tensor, as an image prompt of scale 0 leaves it, is a form too."""
+
+    class Takes(Toy):
+        def forward(self, x: Tensor, time: Tensor, context: Tensor, *, image: tuple[Any, ...] = ()) -> Tensor:
+            return super().forward(x, time, context)
+
+    network, graphs = Takes(), StepGraphs()
+    for more in ({"image": ((),)}, {}, {"image": ((),)}):
+        made, plain = (entry(network, "euler", 3, 1, "7") for _ in range(2))
+        for one in (made, plain):
+            own: Any = one.denoiser
+            one.denoiser = replace(own, cond={**own.cond, **more}, uncond={**own.uncond, **more})
+        drain([plain], None)
+        drain([made], graphs)
+        assert off(made.result, plain.result) < 3e-6
+
+
+def test_nothing_of_a_run_before_is_left_in_the_registers() -> None:
+    network, graphs = Toy(), StepGraphs()
+    made = entry(network, "euler_a", 4, 1, "7")
+    made.noise = Breaks(1, 99)
+    batch = Batch(stepper=graphs.stepper([network], capture=False))
+    with torch.no_grad():
+        batch.join(made)
+        batch.step()
+        for register in (batch.stepper.registers.pre, batch.stepper.registers.z):  # type: ignore[union-attr]
+            register.fill_(float("inf"))
+        batch.leave(made)
+    batch.stepper.close()  # type: ignore[union-attr]
+    wanted, found = (entry(network, "dpmpp_2m", 4, 1, "7") for _ in range(2))
+    drain([wanted], None)
+    drain([found], graphs)
+    assert off(found.result, wanted.result) < 3e-6

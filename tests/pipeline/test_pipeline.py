@@ -430,3 +430,19 @@ def test_latents_that_are_not_finite_are_refused(pipe: Pipeline, value: float) -
         with pytest.raises(PellucidError, match="latents") as error:
             pipe("a cat", sampler="ddim", steps=2, **size, **options)
         assert error.value.code == "nan"
+
+
+def test_views_that_are_dropped_are_forgotten_and_the_model_never_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = pellucid.load("scenes-128", device="cpu")
+    gone: list[Any] = []
+    monkeypatch.setattr(pipe.graphs, "forget", gone.append)
+
+    def view_at(scale: float) -> Any:
+        return pipe.with_loras(Request.of("a star", loras=[Lora("scenes-128/lora", scale)]))[0].network
+
+    whole, half = view_at(1.0), view_at(0.5)
+    assert view_at(1.0) is whole  # used again, so the other one goes next
+    view_at(0.75)
+    assert gone == [half]
+    pipe._forget(pipe.components.network)  # that of a LoRA on the text encoder alone
+    assert gone == [half]

@@ -297,7 +297,7 @@ class Entry:
                 discard(like, unused)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Lane:
     """Entries whose images share calls of a denoiser; their registers lie beside each other."""
 
@@ -387,26 +387,28 @@ class Batch:
         if state is not None and entry.x.device != state.x.device:
             where = str(entry.x.device)
             raise PellucidError(rule("x", f"on the device of the batch, {state.x.device}", where), "device")
+        lane, denoiser, at = self._lane_for(entry)
         begun = RunSeen(tuple(entry.plans), entry.x, entry.noise)
         for observe in entry.watching:  # one that fails leaves the batch as it was
             observe.begin_run(begun)
-        at = self._take_in(entry)
+        lane.denoiser = denoiser
+        lane.entries.append(entry)
+        if lane not in self.lanes:
+            self.lanes.append(lane)
         self.state = State(entry.x) if state is None else state.insert(at, entry.x)
         self.depth = max(self.depth, entry.depth)
 
-    def _take_in(self, entry: Entry) -> int:
-        """Puts an entry into the lane that can share its calls, or into a new one; returns where its images begin."""
+    def _lane_for(self, entry: Entry) -> tuple[_Lane, Any, int]:
+        """The lane whose calls an entry can share, or a new one; its denoiser with the entry; where its images go."""
         at = 0
         for lane in self.lanes:
             at += lane.size
             denoiser = lane.takes(entry)
             if denoiser is not None:
-                lane.denoiser = denoiser
-                lane.entries.append(entry)
-                return at
-        bound = isinstance(entry.denoiser, BindsToRun)
-        self.lanes.append(_Lane(entry.denoiser.bind(entry.plans) if bound else entry.denoiser, bound, [entry]))  # type: ignore[attr-defined]
-        return at
+                return lane, denoiser, at
+        own: Any = entry.denoiser
+        bound = isinstance(own, BindsToRun)
+        return _Lane(own, bound, []), own.bind(entry.plans) if bound else own, at
 
     def step(self) -> list[Entry]:
         """Takes every image through one row. Returns the entries that ended, failed or were cancelled."""
@@ -424,7 +426,7 @@ class Batch:
             mark("model")
             with _failing(*entries):
                 taken = self.stepper.step(self)
-            if any(entry.error is not None for entry in entries):
+            if taken is None and any(entry.error is not None for entry in entries):
                 return left + self._leave_ended()
         x, found, parts = taken or self._step(entries, places, mark)
         for entry, place, seen_parts in zip(entries, places, parts, strict=True):

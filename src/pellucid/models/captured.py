@@ -148,6 +148,8 @@ class _Registers:
         """Takes in the state and the plans of images, and where their noise is addressed."""
         count = len(lines)
         self.load_noise(noise)
+        self.pre.zero_()
+        self.z.zero_()  # whatever a run before has left: nothing times infinity is no number
         self.x[:count].copy_(state.x)
         self.anchor[:count].copy_(torch.zeros_like(state.x) if state.anchor is None else state.anchor)
         for k, register in enumerate(self.history):
@@ -417,14 +419,17 @@ class Capture:
     device: torch.device
     pool: Any
     stream: torch.cuda.Stream
+    first: torch.cuda.CUDAGraph | None = None  # of one small tensor: a pool without any graph could not be used again
 
     @staticmethod
     def on(device: torch.device) -> Capture:
         with torch.cuda.device(device):
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            return Capture(device, torch.cuda.graph_pool_handle(), stream)
+            made = Capture(device, torch.cuda.graph_pool_handle(), stream)
+            made.first, _ = made(lambda: torch.zeros(1, device=device))
+            return made
 
-    def __call__(self, body: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph | None, str]:
+    def __call__(self, body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph | None, str]:
         """What it computes as a graph; or none, and why in a word. What is wrong with it shows when it runs plainly."""
         graph = torch.cuda.CUDAGraph()
         # the outer stream comes back even where the end of the capture fails
@@ -432,12 +437,16 @@ class Capture:
             try:
                 with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
                     body()
-            except RuntimeError as error:
-                reasons: list[BaseException] = [error]
-                while (cause := reasons[-1].__context__) is not None:
-                    reasons.append(cause)
-                return None, "memory" if any(map(is_out_of_memory, reasons)) else "capture"
+            except RuntimeError as error:  # nothing here keeps it, and with it all that was computed
+                return None, "memory" if _ran_out(error) else "capture"
         return graph, ""
+
+
+def _ran_out(error: BaseException | None) -> bool:
+    """Whether memory ran out, in this error or in one that it came from."""
+    while error is not None and not is_out_of_memory(error):
+        error = error.__context__
+    return error is not None
 
 
 class StepGraphs:
@@ -474,7 +483,7 @@ class StepGraphs:
         """Registers of which no batch needs anything any more; the programs used longest ago go."""
         with self.lock:
             self.free.append(registers)
-            self.sweep()
+            self._sweep()
             while sum(len(one.programs) for one in self.free) > self.most:
                 oldest = next(one for one in self.free if one.programs)
                 oldest.programs.popitem(last=False)
@@ -484,15 +493,17 @@ class StepGraphs:
         """Lets go of the programs of a network that nobody will call again, and so of its weights."""
         with self.lock:
             self.gone.add(network)
-            self.sweep()
+            self._sweep()
 
-    def sweep(self) -> None:
+    def _sweep(self) -> None:
+        """Drops the programs of networks that are gone; the lock is held."""
         for registers in self.free:
             for key, program in list(registers.programs.items()):
                 if called_through(program.network)[-1] in self.gone:
                     del registers.programs[key]
 
     def clear(self) -> None:
+        """Lets go of everything that no batch uses now."""
         with self.lock:
             self.free.clear()
             self.captures.clear()
@@ -564,8 +575,9 @@ class DeviceStepper:
             return "extra terms"
         if any(group.remembers for group in run.groups):
             return "memory of a rule"
-        if run is not self.run and any(ops.watched(part) for net in self.networks for part in ops.parts_of(net)):
-            return "hooks"
+        fixed = run is self.run and self.program is not None and self.program[1].graph is not None
+        if not fixed and any(ops.watched(part) for net in self.networks for part in ops.parts_of(net)):
+            return "hooks"  # which a graph that is replayed would not call
         return ""
 
     def load(self, batch: Batch, run: GuidedRun, state: State, index: Sequence[int]) -> None:
@@ -600,7 +612,7 @@ class DeviceStepper:
         if self.program is not None and self.program[0] == pattern:
             return self.program[1]
         sources, calls = self.sources, bucket(len(run.images) + len(pattern.asking))
-        shapes: list[Any] = []
+        shapes: list[Any] = [trees.form(sources.inputs)]
         trees.over(lambda name, leaf: shapes.append((name, leaf.shape[1:], leaf.dtype)), "inputs", sources.inputs)
         rules = tuple(group.images[0].rules for group in run.groups) if pattern.ruled else ()
         weights = tuple(weight.data_ptr() for one in self.networks for weight in ops.weights_of(one))
@@ -631,3 +643,4 @@ class DeviceStepper:
             batch.state = State(state.x.clone(), anchor, tuple(p.clone() for p in state.history))
         self.graphs.give_back(self.registers)
         self.registers = self.run = self.sources = self.program = self.state = None
+        self.lines = {}

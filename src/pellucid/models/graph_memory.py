@@ -31,9 +31,11 @@ class GraphMemory(NamedTuple):
 def held(graphs: StepGraphs) -> GraphMemory:
     """What the graphs of a model keep while none of them runs."""
     with graphs.lock:
-        free, pools = list(graphs.free), [capture.pool for capture in graphs.captures.values()]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for one in free for tensor in _fixed(one)}
-    captured = tuple(id(p.graph) for one in free for p in one.programs.values() if p.graph is not None)
+        free = [(one, list(one.programs.values())) for one in graphs.free]
+        pools = [capture.pool for capture in graphs.captures.values()]
+    owners = [owner for one, programs in free for owner in (one, *programs)]
+    storages = {held.untyped_storage()._cdata: held.untyped_storage() for held in _fixed(owners)}
+    captured = tuple(id(p.graph) for _, programs in free for p in programs if p.graph is not None)
     known = _KNOWN.get(graphs)
     if known is None or known[0] != captured:  # to ask torch takes milliseconds, and only a capture changes the pool
         known = _KNOWN[graphs] = captured, _pool_bytes(pools)
@@ -47,9 +49,8 @@ def bytes_of(tree: Any) -> int:
     return sum(sizes)
 
 
-def _fixed(registers: Any) -> Iterator[Tensor]:
+def _fixed(owners: Sequence[Any]) -> Iterator[Tensor]:
     """The tensors that stay where they are, of registers and of their programs."""
-    owners = [registers, *registers.programs.values()]
     for owner in owners:
         for name, value in vars(owner).items():
             if name == "output":  # lies in the pool

@@ -383,7 +383,8 @@ class GuidedRun:
             else:
                 same.extend(moved)
         images, sources = [*self.images, *other.images], None
-        if self.sources is not None and self.sources.table is not None:  # only what is new is made
+        unpadded = trees.alike(self.calls.sources, other.calls.sources)
+        if unpadded and self.sources is not None and self.sources.table is not None:  # only what is new is made
             needed = 2 * sum(len(image.plan.rows) for image in images if image.plan is not None)
             sources = self.sources.merge(Sources.of(other), (self.calls.rows, other.calls.rows), needed)
         return GuidedRun(self.owner, images, calls, groups, sources)

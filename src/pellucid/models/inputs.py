@@ -42,6 +42,24 @@ def _form(tree: Any) -> str:
     return f"{len(tree)} parts" if isinstance(tree, tuple | list) else repr(tree)
 
 
+def form(tree: Any) -> Any:
+    """The keys and lengths of a tree of inputs, without its tensors: hashable."""
+    if isinstance(tree, Mapping):
+        return tuple((key, form(tree[key])) for key in sorted(tree))
+    if isinstance(tree, tuple | list):
+        return (type(tree), *map(form, tree))
+    return tree is None
+
+
+def alike(first: Inputs, second: Inputs) -> bool:
+    """Whether two inputs can be one batch as they are."""
+    try:
+        over(_check_alike, "inputs", first, second)
+    except PellucidError:
+        return False
+    return True
+
+
 def join(first: Inputs, second: Inputs) -> dict[str, Any]:
     """Two inputs as one batch, the second behind the first."""
 
@@ -63,11 +81,7 @@ def even(first: Inputs, second: Inputs) -> tuple[Inputs, Inputs] | None:
     lengths = [text.shape[1] for text in both if isinstance(text, Tensor)]
     if len(lengths) == 2 and ("context_mask" in first or "context_mask" in second or lengths[0] != lengths[1]):
         first, second = (_padded(tree, max(lengths)) for tree in (first, second))
-    try:
-        over(_check_alike, "inputs", first, second)
-    except PellucidError:
-        return None
-    return first, second
+    return (first, second) if alike(first, second) else None
 
 
 def _padded(inputs: Inputs, length: int) -> Inputs:

@@ -208,6 +208,13 @@ def neighbours(x: Tensor) -> Tensor:
     return y
 
 
+@functools.cache
+def most_width(device: torch.device) -> int:
+    """The widest heads whose keys and values, with 64 queries, fit into a multiprocessor's shared memory."""
+    properties = torch.cuda.get_device_properties(device)
+    return 160 if getattr(properties, "shared_memory_per_block_optin", 0) >= 2 * 256 * (64 + 2 * MOST_KEYS) else 128
+
+
 def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(q kᵀ / √d) v over (batch, heads, length, d) for at most `MOST_KEYS` keys, in one pass.
 

@@ -362,7 +362,7 @@ def few_keys(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
         fused(q)
         and q.dtype != torch.float32
         and k.shape[2] <= kernels().MOST_KEYS
-        and q.shape[3] <= 160
+        and q.shape[3] <= kernels().most_width(q.device)
         and k.shape[0] == q.shape[0]
         and (mask is None or (mask.dtype == torch.bool and mask.shape == (len(q), 1, 1, k.shape[2])))
     )

@@ -178,9 +178,18 @@ class Model:
             parts = with_tokens(with_views(self.components, views), [adapter for adapter, _ in adapters])
             held = self._views[key] = parts, receipt, adapters  # held too: their identities are part of the key
             while len(self._views) > _VIEWS:
-                with suppress(KeyError, StopIteration):  # another thread has let go of it
-                    self.graphs.forget(self._views.pop(next(iter(self._views)))[0].network)
+                with suppress(KeyError, StopIteration, RuntimeError):  # another thread has changed it
+                    self._forget(self._views.pop(next(iter(self._views)))[0].network)
+        else:
+            with suppress(KeyError):  # those used last stay
+                self._views[key] = self._views.pop(key)
         return held[0], held[1]
+
+    def _forget(self, network: nn.Module) -> None:
+        """Lets go of what was captured of a view, unless something else calls the same network."""
+        called = [self.components.network, *(parts.network for parts, *_ in list(self._views.values()))]
+        if all(network is not one for one in called):
+            self.graphs.forget(network)
 
 
 @dataclass(frozen=True)

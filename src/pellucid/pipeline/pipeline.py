@@ -101,6 +101,8 @@ class Pipeline(Model, RefusesPeerWords):
             for network in networks_of(self.components):
                 network.to(self.device)
             lay_out(self.components, self.policy, self.device)
+            self.graphs.clear()  # they are of the other device's weights, as the views are
+            self._views.clear()
         return self
 
 
