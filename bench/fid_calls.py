@@ -99,7 +99,7 @@ def work(given: argparse.Namespace) -> Table:
 
 def chosen(given: argparse.Namespace, subject: TuningModel) -> dict[str, Plan]:
     """The plans to judge, by name: those of files, and of the set-ups that are asked for."""
-    known = {one.name: one for one in sweep.candidates()}
+    known = {one.text: one for one in sweep.candidates()}
     names = [name for name in given.names.split(",") if name]
     if given.swept is not None:
         rows = [row for row in Records(given.swept, sweep.KEYS).rows if row["calls"] == given.calls]
