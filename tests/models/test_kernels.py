@@ -19,7 +19,7 @@ from kernel_cases import CHECKS, Draw
 from pellucid.models import kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SEEDS = 12
+SEEDS = 6
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
 
 
