@@ -103,6 +103,18 @@ def drain(entries: Sequence[Entry], graphs: StepGraphs | None, seed: int = 0) ->
     return batch
 
 
+def every_sampler(first_seed: int) -> list[tuple[str, int, int, str]]:
+    """(sampler, steps, seed, guidance): all different in as much as they can be."""
+    asked = []
+    for k, name in enumerate(samplers.names()):
+        try:
+            compile_plan(name, steps=5)
+        except PellucidError:  # a sampler of another schedule
+            continue
+        asked.append((name, 3 + k % 6, first_seed + k, GUIDANCES[k % len(GUIDANCES)]))
+    return asked
+
+
 def off(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
@@ -118,13 +130,7 @@ def test_a_program_is_the_plain_step(guidance: str) -> None:
 
 
 def test_every_sampler_joins_and_leaves() -> None:
-    asked = []
-    for k, name in enumerate(samplers.names()):
-        try:
-            compile_plan(name, steps=5)
-        except PellucidError:  # a sampler of another schedule
-            continue
-        asked.append((name, 3 + k % 6, k, GUIDANCES[k % len(GUIDANCES)]))
+    asked = every_sampler(first_seed=0)
     assert len(asked) > 25
     network = Toy()
     plain, device = ([entry(network, *one) for one in asked] for _ in range(2))
@@ -218,13 +224,7 @@ def test_a_constraint_holds() -> None:
 
 def test_over_the_kernels_noise_is_drawn_where_the_registers_say() -> None:
     """Every sampler, with seeds of 64 bits, churn and overlapping spans; images that draw nothing get zeros."""
-    asked = []
-    for k, name in enumerate(samplers.names()):
-        try:
-            compile_plan(name, steps=5)
-        except PellucidError:  # a sampler of another schedule
-            continue
-        asked.append((name, 3 + k % 6, 2**64 - 5 - k, GUIDANCES[k % len(GUIDANCES)]))
+    asked = every_sampler(first_seed=2**64 - 100)
     network = Toy()
     plain, device = ([entry(network, *one) for one in asked] for _ in range(2))
     drain(plain, None)
