@@ -416,7 +416,7 @@ class Batch:
             with _failing(entry):
                 if entry.cancelled is not None and entry.cancelled():
                     entry.error = Cancelled(f"stopped before row {entry.index}")
-        left = self._leave_ended() if any(entry.error is not None for entry in self.entries) else []
+        left = self._leave_ended()
         if self.state is None:
             return left
         entries, places = self.entries, self._places()

@@ -17,7 +17,7 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import Clock, Draw, Plan, Row, Span, clock_time
 
-_WORD = 0xFFFFFFFF
+WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _FIRST, PATH, _TREE, _BESIDE = 0, 1, 2, 3  # what a counter is for
@@ -33,12 +33,12 @@ def philox(
     for _ in range(10):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            ((p1 >> 32) & _WORD) ^ c1 ^ k0,
-            p1 & _WORD,
-            ((p0 >> 32) & _WORD) ^ c3 ^ k1,
-            p0 & _WORD,
+            ((p1 >> 32) & WORD) ^ c1 ^ k0,
+            p1 & WORD,
+            ((p0 >> 32) & WORD) ^ c3 ^ k1,
+            p0 & WORD,
         )
-        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+        k0, k1 = (k0 + _WEYL[0]) & WORD, (k1 + _WEYL[1]) & WORD
     return c0, c1, c2, c3
 
 
@@ -46,8 +46,8 @@ def gaussian(seed: int, shape: Sequence[int], address: tuple[int, int, int], lik
     """Standard normal numbers of one image at an address (three 32-bit words), by Box and Muller."""
     count = math.prod(shape)
     blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=like.device)
-    a, b, c = (torch.full_like(blocks, word & _WORD) for word in address)
-    words = torch.stack(philox((blocks, a, b, c), (seed & _WORD, (seed >> 32) & _WORD)))  # [4, blocks]
+    a, b, c = (torch.full_like(blocks, word & WORD) for word in address)
+    words = torch.stack(philox((blocks, a, b, c), (seed & WORD, (seed >> 32) & WORD)))  # [4, blocks]
     return _normals(words, like).T.reshape(-1)[:count].reshape(tuple(shape))
 
 
@@ -59,10 +59,10 @@ def gaussians(
     count, device = math.prod(shape), like.device
     part = max(1, AT_ONCE // max(1, len(seeds) * count))
     blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
-    low, high = (torch.tensor([(s >> shift) & _WORD for s in seeds], device=device)[:, None] for shift in (0, 32))
+    low, high = (torch.tensor([(s >> shift) & WORD for s in seeds], device=device)[:, None] for shift in (0, 32))
     made = []
     for start in range(0, len(addresses), part):
-        words = torch.tensor([[w & _WORD for w in one] for one in addresses[start : start + part]], device=device)
+        words = torch.tensor([[w & WORD for w in one] for one in addresses[start : start + part]], device=device)
         a, b, c = words.T[:, :, None, None]  # [A, 1, 1] each
         drawn = torch.stack(philox((blocks, a, b, c), (low, high)))  # [4, A, B, blocks]
         made.append(_normals(drawn, like).permute(1, 2, 3, 0).flatten(2)[:, :, :count])

@@ -22,7 +22,7 @@ from pellucid.core import target as targets
 from pellucid.core.batch import Batch, Prediction, State, update
 from pellucid.core.denoiser import input_scale, read_output, sigma_data_of
 from pellucid.core.errors import PellucidError, is_out_of_memory
-from pellucid.core.noise import Philox
+from pellucid.core.noise import WORD, Philox
 from pellucid.core.plan import DEPTH, Plan
 from pellucid.core.schedule import Array, Level, Schedule, Target
 from pellucid.core.table import COLUMNS, Use, columns_of, plan_lines
@@ -38,7 +38,6 @@ _MORE = {
     name: column
     for column, name in enumerate((*_FLAGS, *(f"{a}>{b}.{part}" for a, b in _PAIRS for part in ("x", "k"))))
 }
-_WORD = 0xFFFFFFFF
 _Noise = tuple[int, Plan]  # an image's seed, and the plan whose rows say where its noise is addressed
 _EVERYTHING = Use(tuple(range(8)), tuple(range(8)), basis=True, held=True, churn=False, draws=True)
 _PATIENCE = 1000  # steps after a graph that found no room
@@ -174,7 +173,7 @@ class _Registers:
             for k, row in enumerate(plan.rows):
                 for kind, own in enumerate((row.pre_draws, row.draws)):
                     for j, one in enumerate(own):
-                        draws[kind, i, k, j] = one.interval & _WORD, one.visit & _WORD
+                        draws[kind, i, k, j] = one.interval & WORD, one.visit & WORD
                         weights[kind, i, k, j] = one.weight
         self.drawn = bool(weights[0].any()), bool(weights[1].any())
         self.seeds.copy_(torch.from_numpy(seeds.view(np.int64)))
@@ -516,7 +515,6 @@ class DeviceStepper:
         self.graphs, self.networks, self.capture = graphs, networks, capture
         self.registers: _Registers | None = None
         self.run: GuidedRun | None = None  # whose images the registers hold
-        self.sources: Sources | None = None
         self.program: tuple[Any, _Program] | None = None
         self.lines: dict[tuple[int, int], tuple[ImageGuidance, tuple[Array, Array]]] = {}  # of the images that it has
         self.state: State | None = None  # that the last step left in the registers
@@ -603,15 +601,15 @@ class DeviceStepper:
         self.lines = made
         owned.load(state, lines, index, noise if noise is not None and draws else ())
         run.sources = run.sources or Sources.of(run)
-        self.run, self.program, self.state, self.sources = run, None, None, run.sources
+        self.run, self.program, self.state = run, None, None
 
     def program_of(self, run: GuidedRun, pattern: _Pattern) -> _Program:
         """The program of a pattern of calls, with the run's inputs in it."""
         assert self.registers is not None
-        assert self.sources is not None
+        assert run.sources is not None
         if self.program is not None and self.program[0] == pattern:
             return self.program[1]
-        sources, calls = self.sources, bucket(len(run.images) + len(pattern.asking))
+        sources, calls = run.sources, bucket(len(run.images) + len(pattern.asking))
         shapes: list[Any] = [trees.form(sources.inputs)]
         trees.over(lambda name, leaf: shapes.append((name, leaf.shape[1:], leaf.dtype)), "inputs", sources.inputs)
         rules = tuple(group.images[0].rules for group in run.groups) if pattern.ruled else ()
@@ -642,5 +640,5 @@ class DeviceStepper:
             anchor = None if state.anchor is None else state.anchor.clone()
             batch.state = State(state.x.clone(), anchor, tuple(p.clone() for p in state.history))
         self.graphs.give_back(self.registers)
-        self.registers = self.run = self.sources = self.program = self.state = None
+        self.registers = self.run = self.program = self.state = None
         self.lines = {}

@@ -304,10 +304,9 @@ class Sources:
         None where their texts differ in length, or where the table would be much larger than the `needed` rows,
         because most of it is of times that have passed.
         """
-        both = trees.even(self.inputs, other.inputs)
-        if both is None or self.table is None or self.index is None or other.table is None or other.index is None:
+        if self.table is None or self.index is None or other.table is None or other.index is None:
             return None
-        if len(self.table) + len(other.table) > 2 * needed:
+        if not trees.alike(self.inputs, other.inputs) or len(self.table) + len(other.table) > 2 * needed:
             return None
         place = {time: k for k, time in enumerate(sorted({*self.place, *other.place}))}
         index = torch.zeros(sum(counts), len(place), dtype=torch.int64, device=self.table.device)
@@ -315,7 +314,7 @@ class Sources:
             assert one.index is not None
             at = torch.tensor([place[time] for time in one.place], device=index.device)  # in the order of its columns
             index[first : first + count, at] = one.index.expand(count, -1) + start
-        return Sources(trees.join(*both), place, torch.cat([self.table, other.table]), index)
+        return Sources(trees.join(self.inputs, other.inputs), place, torch.cat([self.table, other.table]), index)
 
     def rows(self, calls: Sequence[int], times: Sequence[float]) -> Tensor | None:
         """The rows of the table for calls at their times; None without a table, where the time itself is passed."""

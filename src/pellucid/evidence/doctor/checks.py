@@ -252,10 +252,7 @@ def examine(
             try:
                 findings += one.run(subject)  # all of a check's findings, or none
                 checked.append(one.name)
-            except (
-                UnsupportedCheck,
-                PellucidError,
-            ) as error:  # what cannot be run on this subject is no reason to stop
+            except (UnsupportedCheck, PellucidError) as error:  # not to be run on this subject: no reason to stop
                 why = str(error)
         if why is not None:
             skipped.append((one.name, why))
