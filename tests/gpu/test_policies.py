@@ -79,6 +79,7 @@ POLICIES = [
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says of itself when it compiles
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # and what it advises then
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: str(policy.to_dict()))
 def test_the_image_of_the_cpu_under_every_policy(policy: Policy, on_cpu: np.ndarray) -> None:
     """float32 on both; TF32 is off by default in matrix products, convolutions may use it."""

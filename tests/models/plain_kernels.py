@@ -83,6 +83,7 @@ class PlainKernels:
         bias: Tensor | None,
         eps: float,
         *,
+        add: Tensor | None = None,
         gate: Tensor | None = None,
         scale: Tensor | None = None,
         shift: Tensor | None = None,
@@ -93,6 +94,7 @@ class PlainKernels:
         assert h is None or h.is_contiguous()
         assert (scale is None) == (shift is None)
         if h is not None:
+            h = h.float() if add is None else h.float() + add
             x = (x.float() + (h if gate is None else gate[:, None] * h)).to(x.dtype)
         y = F.layer_norm(x.float(), x.shape[-1:], _wide(weight), _wide(bias), eps)
         if scale is not None and shift is not None:

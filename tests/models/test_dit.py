@@ -290,7 +290,7 @@ def test_perturbed_attention_is_the_identity_map() -> None:
     given = x, None, modulation.flatten(1)
     for identity in (True, False):
         stream, update = block(*given, identity=identity)
-        assert (error(ops.residual(stream, *update), expected) <= 1e-6) is identity
+        assert (error(ops.residual(stream, update), expected) <= 1e-6) is identity
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pellucid import PellucidError
 from pellucid.models import hoist as hoisting
 from pellucid.models import inputs as trees
+from pellucid.models.attention import Attention
 from pellucid.models.blocks import ResnetBlock
 from pellucid.models.controlnet import ControlledUNet, ControlNet
 from pellucid.models.dit import DiT, DiTConfig, PixArt, PixArtConfig
@@ -158,12 +159,15 @@ def test_text_lies_as_attention_reads_it() -> None:
     network = unet("uneven")
     _, inputs = given("uneven", 3)
     text = hoisted(network, inputs).inputs["text"]
-    assert len(text) == len(network.cross_attentions())
-    for tokens in text:
-        for part in tokens:
-            assert part.shape[0] == 3
-            assert part.shape[2] == inputs["context"].shape[1]
-            assert part.is_contiguous()
+    assert text.is_contiguous()
+    assert text.shape[:2] == inputs["context"].shape[:2]
+    ends = [0, *(attention.columns.stop for attention in network.text_attentions())]
+    assert [attention.columns.start for attention in network.text_attentions()] == ends[:-1]
+    assert ends[-1] == text.shape[2]
+    for attention in network.text_attentions():
+        keys, values = text[..., attention.columns].chunk(2, dim=-1)
+        assert torch.equal(keys, attention.to_k(inputs["context"]))
+        assert torch.equal(values, attention.to_v(inputs["context"]))
 
 
 def test_a_large_table_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +215,7 @@ def test_a_view_hoists_with_its_own_weights() -> None:
     assert ours.table is not None
     assert theirs.table is not None
     assert relative(ours.table, theirs.table) > 0.1
-    assert relative(ours.inputs["text"][0].k, theirs.inputs["text"][0].k) > 0.1
+    assert relative(ours.inputs["text"], theirs.inputs["text"]) > 0.1
 
 
 def test_gradients_reach_the_times() -> None:
@@ -228,9 +232,17 @@ def test_gradients_reach_the_times() -> None:
     assert whole.grad[1] != 0
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_part_that_is_told_something_is_found(name: str) -> None:
+    network = unet(name)
+    assert {*network.timed_blocks()} == {m for m in network.modules() if isinstance(m, ResnetBlock)}
+    crossed = {m for m in network.modules() if isinstance(m, Attention) and m.crossed}
+    assert {*network.text_attentions()} == crossed
+
+
 def test_columns_cover_a_row_without_a_gap() -> None:
     network = unet("scale_shift")
-    spans = [m.columns for m in network.modules() if isinstance(m, ResnetBlock)]
+    spans = [block.columns for block in network.timed_blocks()]
     ends = [0, *(span.stop for span in spans)]
     assert [span.start for span in spans] == ends[:-1]
     assert ends[-1] == sum(network.row_widths) == sum(2 * m.conv1.out_channels for m in network.timed_blocks())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -52,6 +52,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causa
     """softmax(q kᵀ / √d) v over (batch, heads, length, d); `mask` is added to the logits, or bool: True is seen."""
     if not causal and ops.few_keys(q, k, mask) and chosen() == "auto":
         return ops.attend_few(q, k, v, mask)
+    if not causal and ops.flash_is_wanted(q, k, v, mask) and chosen() == "auto":
+        return ops.flash(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
 
 
@@ -70,16 +72,6 @@ class ImageTokens(NamedTuple):
     v: Tensor  # (B, H, T, D)
     scale: Tensor  # (B, 1, 1): one per image, so that images with and without a prompt share a batch
     mask: Tensor | None  # (B, L, 1), or None for everywhere
-
-
-class TextTokens(NamedTuple):
-    """The keys and values of one cross-attention for one text, made once a prompt."""
-
-    k: Tensor  # (B, H, S, D)
-    v: Tensor  # (B, H, S, D)
-
-    def contiguous(self) -> TextTokens:
-        return TextTokens(self.k.contiguous(), self.v.contiguous())
 
 
 class Attention(nn.Module):
@@ -102,7 +94,7 @@ class Attention(nn.Module):
         self.to_k = nn.Linear(context or width, inner, bias=bias)
         self.to_v = nn.Linear(context or width, inner, bias=bias)
         self.to_out = nn.ModuleList([nn.Linear(inner, width, bias=out_bias)])
-        self.index = 0  # which of the network's cross-attentions this one is; the network counts them
+        self.columns = slice(0)  # of a text, where its keys and values are; the network counts them: see `count_text`
 
     def forward(
         self,
@@ -111,29 +103,42 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         image: tuple[ImageTokens, ...] = (),
         identity: bool = False,
-        text: tuple[TextTokens, ...] = (),
+        text: Tensor | None = None,
     ) -> Tensor:
         """`identity` replaces the attention map by the unit matrix: each token sees itself alone (PAG, eq. 16).
 
-        `text`, in place of `context`, has the keys and values of every cross-attention of the network.
+        `text` (B, L, S), in place of `context`, has the keys and values of every cross-attention of the network.
         """
+        return ops.linear(self.before_last(x, context, mask, image, identity, text), self.last)
+
+    def before_last(
+        self,
+        x: Tensor | QuantizedRows,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        image: tuple[ImageTokens, ...] = (),
+        identity: bool = False,
+        text: Tensor | None = None,
+    ) -> Tensor:
+        """What the last layer reads: (B, L, H·D)."""
+        told = None if text is None else text[..., self.columns].chunk(2, dim=-1)  # (B, L, H·D) each
         if identity:
-            v = join_heads(text[self.index].v) if text else ops.linear(x if context is None else context, self.to_v)
-            return ops.linear(v, self.to_out[0])
-        if context is None and not text:
-            v, q, k = (split_heads(part, self.heads) for part in ops.linears(x, *self.projections))
+            return told[1] if told else ops.linear(x if context is None else context, self.to_v)
+        if told is None and context is None:
+            parts = ops.linears(x, *self.projections)
         else:
-            k, v = self.text_tokens(context) if context is not None else text[self.index]
-            q = split_heads(ops.linear(x, self.to_q), self.heads)
+            k, v = told or (self.to_k(context), self.to_v(context))
+            parts = v, ops.linear(x, self.to_q), k
+        v, q, k = (split_heads(part, self.heads) for part in parts)
         out = join_heads(attend(q, k, v, mask))  # (B, L, H·D)
         for tokens in image:
             extra = join_heads(attend(q, tokens.k, tokens.v)) * tokens.scale
             out = out + (extra if tokens.mask is None else extra * tokens.mask)
-        return ops.linear(out, self.to_out[0])
+        return out
 
-    def text_tokens(self, context: Tensor) -> TextTokens:
-        v = split_heads(self.to_v(context), self.heads)
-        return TextTokens(split_heads(self.to_k(context), self.heads), v)
+    @property
+    def last(self) -> nn.Linear:
+        return self.to_out[0]  # type: ignore[return-value]
 
     @property
     def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
@@ -147,11 +152,28 @@ class Attention(nn.Module):
         return (self.to_q,) if self.crossed else self.projections
 
 
-def pack(network: nn.Module) -> None:
-    """Lets every self-attention make queries, keys and values in one product, where operations are fused.
+def count_text(attentions: Sequence[Attention]) -> None:
+    """Gives every cross-attention of a network its columns in a text."""
+    at = 0
+    for attention in attentions:
+        width = attention.to_k.out_features + attention.to_v.out_features
+        attention.columns, at = slice(at, at + width), at + width
 
-    The weights stay where they are used under their own names, in a storage that the three share: see `ops.pack`.
+
+def text_layers(attentions: Sequence[Attention]) -> list[nn.Linear]:
+    """What makes the keys and values of cross-attentions, in the order of a text's columns."""
+    return [layer for attention in attentions for layer in (attention.to_k, attention.to_v)]
+
+
+def pack(network: nn.Module) -> None:
+    """Lets layers that read the same be one product, where operations are fused.
+
+    These are the queries, keys and values of every self-attention, and what the network makes of its text and times
+    for a whole run. The weights stay where they are used under their own names, in a storage that the layers share:
+    see `ops.pack`.
     """
     for module in network.modules():
         if isinstance(module, Attention) and not module.crossed:
             ops.pack(*module.projections)
+    for layers in getattr(network, "hoisted_layers", tuple)():
+        ops.pack(*layers)

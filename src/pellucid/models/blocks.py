@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.models import ops
-from pellucid.models.attention import Attention, ImageTokens, TextTokens
+from pellucid.models.attention import Attention, ImageTokens
 from pellucid.models.kernels import QuantizedRows
+from pellucid.models.ops import Update
 
 
 class BlockInputs(NamedTuple):
@@ -22,7 +23,7 @@ class BlockInputs(NamedTuple):
     image: tuple[tuple[ImageTokens, ...], ...] = ()  # one tuple a cross-attention, in the order of the weights
     perturbed: tuple[str, ...] = ()  # where self-attention is the identity
     skipped: tuple[str, ...] = ()  # where attention is left out
-    text: tuple[TextTokens, ...] = ()  # in place of context: keys and values, one pair a cross-attention
+    text: Tensor | None = None  # (B, L, S), in place of context: keys and values of all cross-attentions
     hoisted: Tensor | None = None  # (B, S), in place of time: what the blocks' projections make of it
 
 
@@ -153,8 +154,16 @@ class FeedForward(nn.Module):
         self.net = nn.ModuleList([first, nn.Identity(), last])
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        return ops.linear(self.before_last(x), self.last)
+
+    def before_last(self, x: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
         first, last = self.layers
-        return ops.linear(first(x) if ops.watched(first) else first(x, last), last)
+        made: Tensor | QuantizedRows = first(x) if ops.watched(first) else first(x, last)
+        return made
+
+    @property
+    def last(self) -> nn.Linear:
+        return self.layers[1]
 
     @property
     def layers(self) -> tuple[GEGLU | GELU, nn.Linear]:
@@ -187,15 +196,15 @@ class TransformerBlock(nn.Module):
     def text_attentions(self) -> tuple[Attention, ...]:
         return (self.attn1, self.attn2) if self.cross_only else (self.attn2,)
 
-    def forward(self, x: Tensor, h: Tensor | None, inputs: BlockInputs, identity: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, update: Update | None, inputs: BlockInputs, identity: bool) -> tuple[Tensor, Update]:
         image = inputs.image[self.index] if inputs.image else ()
-        first, text = (inputs.context, inputs.text) if self.cross_only else (None, ())
-        x, y = ops.residual_norm(x, h, self.norm1, self.attn1.readers)  # (B, L, C) each
-        x, y = ops.residual_norm(x, self.attn1(y, first, identity=identity, text=text), self.norm2, self.attn2.readers)
-        x, y = ops.residual_norm(
-            x, self.attn2(y, inputs.context, inputs.mask, image, text=inputs.text), self.norm3, self.ff.readers
-        )
-        return x, self.ff(y)
+        first, text = (inputs.context, inputs.text) if self.cross_only else (None, None)
+        x, y = ops.residual_norm(x, update, self.norm1, self.attn1.readers)  # (B, L, C) each
+        update = ops.update_of(self.attn1, y, first, identity=identity, text=text)
+        x, y = ops.residual_norm(x, update, self.norm2, self.attn2.readers)
+        update = ops.update_of(self.attn2, y, inputs.context, inputs.mask, image, text=inputs.text)
+        x, y = ops.residual_norm(x, update, self.norm3, self.ff.readers)
+        return x, ops.update_of(self.ff, y)
 
 
 class SpatialTransformer(nn.Module):
@@ -225,7 +234,7 @@ class SpatialTransformer(nn.Module):
         if within(self.place, inputs.skipped):
             return x
         identity = within(self.place, inputs.perturbed)
-        tokens, h = ops.project_in(ops.group_norm(x, self.norm), self.proj_in), None  # (B, H·W, C)
+        tokens, update = ops.project_in(ops.group_norm(x, self.norm), self.proj_in), None  # (B, H·W, C)
         for block in self.transformer_blocks:
-            tokens, h = block(tokens, h, inputs, identity)
-        return ops.project_out(x, ops.residual(tokens, h), self.proj_out)
+            tokens, update = block(tokens, update, inputs, identity)
+        return ops.project_out(x, ops.residual(tokens, update), self.proj_out)

@@ -574,7 +574,7 @@ class DeviceStepper:
         if any(group.remembers for group in run.groups):
             return "memory of a rule"
         fixed = run is self.run and self.program is not None and self.program[1].graph is not None
-        if not fixed and any(ops.watched(part) for net in self.networks for part in ops.parts_of(net)):
+        if not fixed and any(ops.watched(net) or ops.watched_inside(net) for net in self.networks):
             return "hooks"  # which a graph that is replayed would not call
         return ""
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models import ops
-from pellucid.models.attention import TextTokens
 from pellucid.models.blocks import BlockInputs
 from pellucid.models.hoist import HoistedInputs, hoist
 from pellucid.models.inputs import Inputs
@@ -99,7 +98,7 @@ class ControlNet(Descent):
         pooled: Tensor | None = None,
         sizes: Tensor | None = None,
         context_mask: Tensor | None = None,
-        text: tuple[TextTokens, ...] = (),
+        text: Tensor | None = None,  # (B, L, S)
         hoisted: Tensor | None = None,  # (B, S)
     ) -> Residuals:
         context = None if context is None else self.project_context(context)
@@ -122,7 +121,7 @@ class ControlNet(Descent):
 class ControlledUNet(nn.Module):
     """A UNet with ControlNets, as one network: it takes a `control` input beside the UNet's own.
 
-    Its hoisted `text` has one tuple for each part, the UNet first; so has a row of `hoisted` its columns.
+    Its hoisted `text` has a tensor for each part, the UNet first; so has a row of `hoisted` its columns.
     """
 
     CONDITIONS: ClassVar[tuple[str, ...]] = UNet.CONDITIONS
@@ -141,14 +140,14 @@ class ControlledUNet(nn.Module):
         context: Tensor | None = None,
         *,
         control: tuple[Hint | None, ...] = (),
-        text: tuple[tuple[TextTokens, ...], ...] = (),
+        text: tuple[Tensor | None, ...] = (),
         hoisted: Tensor | None = None,
         **inputs: Any,
     ) -> Tensor:
         """`control` holds a hint for each ControlNet, None for those that are off at this step."""
         shared = {k: v for k, v in inputs.items() if k in ("labels", "pooled", "sizes", "context_mask")}
         parts = self.parts
-        texts = text or ((),) * len(parts)
+        texts = text or (None,) * len(parts)
         widths = [sum(part.row_widths) for part in parts]
         rows = (None,) * len(parts) if hoisted is None else hoisted.split_with_sizes(widths, dim=1)
         total: Residuals | None = None
@@ -172,13 +171,12 @@ class ControlledUNet(nn.Module):
     def row_widths(self) -> tuple[int, ...]:
         return tuple(width for part in self.parts for width in part.row_widths)
 
-    def time_rows(self, time: Tensor, **conditions: Any) -> tuple[Tensor, ...]:
+    def time_rows(self, time: Tensor, **conditions: Any) -> Tensor:
         shared = {name: value for name, value in conditions.items() if name != "guidance_embedding"}
         first, *others = self.parts
-        rows = [first.time_rows(time, **conditions), *(part.time_rows(time, **shared) for part in others)]
-        return tuple(row for of_part in rows for row in of_part)
+        return torch.cat([first.time_rows(time, **conditions), *(part.time_rows(time, **shared) for part in others)], 1)
 
-    def text_tokens(self, context: Tensor) -> tuple[tuple[TextTokens, ...], ...]:
+    def text_tokens(self, context: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(part.text_tokens(context) for part in self.parts)
 
     def hoist(self, times: Tensor, inputs: Inputs) -> HoistedInputs | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models import config as configs
 from pellucid.models import ops
-from pellucid.models.attention import Attention, TextTokens
+from pellucid.models.attention import Attention, count_text, text_layers
 from pellucid.models.dit_blocks import (
     Block,
     PatchConfig,
@@ -138,9 +138,8 @@ class DiT(nn.Module):
         check_latents(x, self.config)
         if hoisted is None:
             labels = self.check_label_shape(labels, x.shape[0])
-            rows = self.time_rows(check_time(time, x.shape[0]), labels=labels)
-        else:
-            rows = hoisted.split_with_sizes(self.row_widths, dim=1)
+            hoisted = self.time_rows(check_time(time, x.shape[0]), labels=labels)
+        rows = hoisted.split_with_sizes(self.row_widths, dim=1)
         patch, (height, width) = self.config.patch_size, x.shape[-2:]
         x, update = self.pos_embed(x), None  # (B, L, D)
         for index, block in _walk(cast("Sequence[ClassBlock]", self.transformer_blocks), perturbed, skipped):
@@ -153,19 +152,21 @@ class DiT(nn.Module):
     def row_widths(self) -> tuple[int, ...]:
         return (6 * self.config.width,) * self.config.num_layers + (2 * self.config.width,)
 
-    def time_rows(self, time: Tensor, *, labels: Tensor) -> tuple[Tensor, ...]:
-        """The modulation (T, 6 · D) of every block for times and labels (T,), and the last one (T, 2 · D)."""
+    def hoisted_layers(self) -> tuple[list[nn.Linear]]:
+        """What reads the time, where all blocks read it through one embedder."""
+        norms = [block.norm1 for block in cast("Sequence[ClassBlock]", self.transformer_blocks)]
+        return ([cast(nn.Linear, norm["linear"]) for norm in norms] + [self.proj_out_1],)
+
+    def time_rows(self, time: Tensor, *, labels: Tensor) -> Tensor:
+        """(T, S): the modulation (6 · D) of every block for times and labels (T,), and the last one (2 · D)."""
         wave = sinusoid(time.reshape(-1), _WAVES, shift=1).to(self.proj_out_2.weight.dtype)  # (T, 256), for all blocks
-        blocks = cast("Sequence[ClassBlock]", self.transformer_blocks)
-        embedder = blocks[0].norm1["emb"]
-        ends = condition = F.silu(embedder(wave, labels))  # (T, D)
-        rows = []
-        for block in blocks:
-            if block.norm1["emb"] is not embedder:  # see share_embedders
-                embedder = block.norm1["emb"]
-                condition = F.silu(embedder(wave, labels))
-            rows.append(block.norm1["linear"](condition))
-        return (*rows, self.proj_out_1(ends))
+        embedders = [block.norm1["emb"] for block in cast("Sequence[ClassBlock]", self.transformer_blocks)]
+        (layers,) = self.hoisted_layers()
+        ends = F.silu(embedders[0](wave, labels))  # (T, D)
+        if all(embedder is embedders[0] for embedder in embedders):  # see share_embedders
+            return ops.beside(ends, *layers)
+        conditions = [ends, *(F.silu(embedder(wave, labels)) for embedder in embedders[1:]), ends]
+        return torch.cat([layer(told) for layer, told in zip(layers, conditions, strict=True)], dim=1)
 
     def text_tokens(self, context: Tensor) -> Any:
         raise PellucidError(rule("context", "left out of the inputs of a DiT", tuple(context.shape)), "network-input")
@@ -248,8 +249,7 @@ class PixArt(nn.Module):
         self.caption_projection = CaptionProjection(captions, width) if captions else nn.Identity()
         self.scale_shift_table = nn.Parameter(torch.randn(2, width) / width**0.5)
         self.proj_out = nn.Linear(width, config.patch_size**2 * config.channels_out)
-        for index, attention in enumerate(self.text_attentions()):
-            attention.index = index
+        count_text(self.text_attentions())
 
     def forward(
         self,
@@ -261,18 +261,17 @@ class PixArt(nn.Module):
         sizes: Tensor | None = None,  # (B, 3): height and width in pixels, height / width
         perturbed: tuple[int, ...] = (),
         skipped: tuple[int, ...] = (),
-        text: tuple[TextTokens, ...] = (),  # in place of context, from `hoist`
+        text: Tensor | None = None,  # (B, S, K): in place of context, from `hoist`
         hoisted: Tensor | None = None,  # (B, S): in place of time and sizes
     ) -> Tensor:
         """(B, out_channels, H, W). The self-attention of `perturbed` blocks is the identity; `skipped` are left out."""
         check_latents(x, self.config)
-        if not text:
+        if text is None:
             context = self.caption_projection(self.check_context(context, context_mask, x.shape[0]))  # (B, S, D)
         if hoisted is None:
             self.check_sizes(sizes, x.shape[0])
-            rows = self.time_rows(check_time(time, x.shape[0]), sizes=sizes)
-        else:
-            rows = hoisted.split_with_sizes(self.row_widths, dim=1)
+            hoisted = self.time_rows(check_time(time, x.shape[0]), sizes=sizes)
+        rows = hoisted.split_with_sizes(self.row_widths, dim=1)
         patch, (height, width) = self.config.patch_size, x.shape[-2:]
         x, update = self.pos_embed(x), None  # (B, L, D)
         # added to the logits; finite, so that a text without any token seen is no division by zero
@@ -287,20 +286,24 @@ class PixArt(nn.Module):
     def row_widths(self) -> tuple[int, ...]:
         return (6 * self.config.width,) * self.config.num_layers + (2 * self.config.width,)
 
-    def time_rows(self, time: Tensor, *, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The modulation (T, 6 · D) of every block for times (T,) and sizes (T, 3), and the last one (T, 2 · D)."""
+    def time_rows(self, time: Tensor, *, sizes: Tensor | None = None) -> Tensor:
+        """(T, S): the modulation (6 · D) of every block for times (T,) and sizes (T, 3), and the last one (2 · D)."""
         condition = self.adaln_single["emb"](time.reshape(-1), sizes, self.proj_out.weight.dtype)  # (T, D)
         modulation = self.adaln_single["linear"](F.silu(condition)).unflatten(-1, (6, -1))  # (T, 6, D)
         blocks = cast("Iterable[TextBlock]", self.transformer_blocks)
         rows = [(block.scale_shift_table + modulation).flatten(1) for block in blocks]
-        return (*rows, (self.scale_shift_table + condition[:, None]).flatten(1))
+        return torch.cat([*rows, (self.scale_shift_table + condition[:, None]).flatten(1)], dim=1)
 
     def text_attentions(self) -> list[Attention]:
         return [cast(Attention, block.attn2) for block in cast("Iterable[TextBlock]", self.transformer_blocks)]
 
-    def text_tokens(self, context: Tensor) -> tuple[TextTokens, ...]:
+    def hoisted_layers(self) -> tuple[list[nn.Linear]]:
+        """What reads the text."""
+        return (text_layers(self.text_attentions()),)
+
+    def text_tokens(self, context: Tensor) -> Tensor:
         context = self.caption_projection(self.check_context(context, None, len(context)))  # (N, S, D)
-        return tuple(attention.text_tokens(context).contiguous() for attention in self.text_attentions())
+        return ops.beside(context, *self.hoisted_layers()[0])
 
     def hoist(self, times: Tensor, inputs: Inputs) -> HoistedInputs | None:
         """What depends on the text alone or on the sizes and times (U,) alone, once for a run: see `hoist`."""

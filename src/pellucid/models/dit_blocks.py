@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models import ops
-from pellucid.models.attention import Attention, TextTokens
+from pellucid.models.attention import Attention
 from pellucid.models.blocks import GELU, FeedForward
 from pellucid.models.config import check_fields
 from pellucid.models.embeddings import sine_positions
@@ -122,16 +122,16 @@ class Block(nn.Module):
         context: Tensor | None = None,  # (B, S, C)
         mask: Tensor | None = None,  # (B, 1, 1, S)
         identity: bool = False,
-        text: tuple[TextTokens, ...] = (),
+        text: Tensor | None = None,  # (B, S, K)
     ) -> tuple[Tensor, Update]:
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation.chunk(6, dim=1)  # (B, D) each
         x, h = ops.residual_modulate(x, update, shift, scale, self.eps[0], self.attn1.readers)
-        update = Update(self.attn1(h, identity=identity), gate)
+        update = ops.update_of(self.attn1, h, identity=identity, gate=gate)
         if self.attn2 is not None:
-            x = ops.residual(x, *update)
-            update = Update(self.attn2(x, context, mask, text=text))
+            x = ops.residual(x, update)
+            update = ops.update_of(self.attn2, x, context, mask, text=text)
         x, h = ops.residual_modulate(x, update, mlp_shift, mlp_scale, self.eps[1], self.ff.readers)
-        return x, Update(self.ff(h), mlp_gate)
+        return x, ops.update_of(self.ff, h, gate=mlp_gate)
 
 
 def check_latents(x: Tensor, config: PatchConfig) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pellucid.models import inputs as trees
 from pellucid.models.inputs import Inputs
-from pellucid.models.ops import parts_of, watched, weights_of
+from pellucid.models.ops import watched_inside, weights_of
 
 MOST_BYTES = 256 * 2**20  # of a table
 
@@ -40,12 +40,12 @@ class Hoistable(Protocol):
         ...
 
     @property
-    def time_rows(self) -> Callable[..., tuple[Tensor, ...]]:
-        """What the network makes of times (T,) and as many conditions: (T, width) for each of `row_widths`."""
+    def time_rows(self) -> Callable[..., Tensor]:
+        """What the network makes of times (T,) and as many conditions: (T, S), the parts beside each other."""
         ...
 
     def text_tokens(self, context: Tensor) -> Any:
-        """Keys and values of all cross-attentions, for the `text` input."""
+        """Keys and values of all cross-attentions beside each other, (B, L, S), for the `text` input."""
         ...
 
 
@@ -57,10 +57,10 @@ def hoist(network: Hoistable, times: Tensor, inputs: Inputs) -> HoistedInputs | 
     takes 2 · tokens · width numbers for each source and cross-attention.
     """
     assert isinstance(network, nn.Module)
-    if any(watched(part) for part in parts_of(network) if part is not network):
+    if watched_inside(network):
         return None
-    first = next(network.parameters())
-    if any(weight.device != times.device for weight in weights_of(network)):
+    weights = weights_of(network)
+    if any(weight.device != times.device for weight in weights):
         return None
     left = dict(inputs)
     context = left.pop("context", None)
@@ -68,10 +68,10 @@ def hoist(network: Hoistable, times: Tensor, inputs: Inputs) -> HoistedInputs | 
         left["text"] = network.text_tokens(context)
     conditions = {name: left[name] for name in network.CONDITIONS if left.get(name) is not None}
     chosen, group = (part.to(times.device) for part in _distinct(conditions, trees.rows(inputs)))
-    if len(chosen) * len(times) * sum(network.row_widths) * first.element_size() > MOST_BYTES:
+    if len(chosen) * len(times) * sum(network.row_widths) * weights[0].element_size() > MOST_BYTES:
         return HoistedInputs(left, None, None)
     told = {name: leaf[chosen].repeat_interleave(len(times), dim=0) for name, leaf in conditions.items()}
-    table = torch.cat(network.time_rows(times.repeat(len(chosen)), **told), dim=1)  # (T, S)
+    table = network.time_rows(times.repeat(len(chosen)), **told)  # (T, S)
     index = group[:, None] * len(times) + torch.arange(len(times), device=times.device)  # (N, U)
     return HoistedInputs({k: v for k, v in left.items() if k not in network.CONDITIONS}, table, index)
 

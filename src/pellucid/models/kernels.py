@@ -18,9 +18,9 @@ from pellucid.core.noise import PATH
 
 E4M3 = torch.float8_e4m3fn
 _VECTOR = 8  # channels in one load of 16 bytes, at 16 bits each
-_PROGRAMS = 528  # four for each of an H200's 132 multiprocessors
+_PROGRAMS = 264  # of a norm's pass: two for each of an H200's 132 multiprocessors
 _WHOLE = 32768  # padded elements of a group that one program holds in registers
-_TILE = 4096  # padded elements of a tile that is streamed
+_TILE = 4096  # padded elements of a tile that is streamed; the sizes here are those that were fastest on an H200
 MOST_KEYS = 128  # that `attend_few` holds at once
 
 
@@ -71,17 +71,19 @@ def _cut(n: int, size: int) -> int:
     return -(-n // size)
 
 
-def whole_rows(channels: int) -> Tiles:
-    """Tiles of whole rows, for what is computed over a row: about 16 numbers a thread."""
+def whole_rows(channels: int, fp8: bool = False) -> Tiles:
+    """Tiles of whole rows, for what is computed over a row; in fp8 one row, whose largest number few threads find."""
     lanes = _padded(channels)
+    if fp8:
+        return Tiles(1, lanes, max(1, lanes // 2048))
     rows = max(1, 2048 // lanes)
-    return Tiles(rows, lanes, min(16, rows * lanes // 512))
+    return Tiles(rows, lanes, 2 if lanes <= 512 else min(16, rows * lanes // 512))
 
 
-def parts_of_rows(channels: int) -> Tiles:
+def parts_of_rows(channels: int, tile: int = _TILE) -> Tiles:
     """Tiles of any part of the rows; as wide as wastes no more lanes than a narrow one."""
     lanes = min((512, 256, 128, 64), key=lambda n: _cut(channels, n) * n)
-    return Tiles(_TILE // lanes, lanes, 4)
+    return Tiles(tile // lanes, lanes, 4)
 
 
 def _lanes_of_groups(width: int, groups: int) -> tuple[int, int]:
@@ -102,9 +104,10 @@ def norm_tiles(images: int, pixels: int, width: int, groups: int) -> NormTiles:
     if rows * lanes <= _WHOLE:
         return NormTiles(0, rows, lanes, 1, min(16, max(1, rows * lanes // 1024)))
     lanes, per_program = _lanes_of_groups(width, groups)
-    rows = max(1, _TILE // lanes)
+    tile, warps = (_TILE, 4) if pixels <= 4096 else (2 * _TILE, 8)
+    rows = max(1, tile // lanes)
     parts = max(1, _PROGRAMS // (images * _cut(groups, per_program)))
-    return NormTiles(_cut(_cut(pixels, parts), rows) * rows, rows, lanes, per_program, 4)
+    return NormTiles(_cut(_cut(pixels, parts), rows) * rows, rows, lanes, per_program, warps)
 
 
 def group_norm(
@@ -210,9 +213,9 @@ def neighbours(x: Tensor) -> Tensor:
 
 @functools.cache
 def most_width(device: torch.device) -> int:
-    """The widest heads whose keys and values, with 64 queries, fit into a multiprocessor's shared memory."""
+    """The widest heads whose keys and values, with 32 queries, fit into a multiprocessor's shared memory."""
     properties = torch.cuda.get_device_properties(device)
-    return 160 if getattr(properties, "shared_memory_per_block_optin", 0) >= 2 * 256 * (64 + 2 * MOST_KEYS) else 128
+    return 160 if getattr(properties, "shared_memory_per_block_optin", 0) >= 2 * 256 * (32 + 2 * MOST_KEYS) else 128
 
 
 def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -225,12 +228,15 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
     keys, lanes = k.shape[2], _padded(max(width, 16))
     q, k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v))
     out = torch.empty(images, length, heads, width, device=q.device, dtype=q.dtype)
-    rows = min(128 if lanes <= 64 else 64, max(16, _padded(length)))
+    roomy = lanes <= 64 or q.device.type != "cuda" or most_width(q.device) > 128  # for 128 queries of 128 lanes
+    rows = min(32 if lanes > 128 else 128 if roomy else 64, max(16, _padded(length)))
     mask = None if mask is None else mask.reshape(images, keys).contiguous().view(torch.uint8)
+    steps = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
+    vector = math.gcd(_VECTOR, *steps)
     _launch(
         _code().attend_few, (_cut(length, rows), images * heads), q, k, v, mask, out, length, keys, heads,
-        width**-0.5 * math.log2(math.e), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], keys,
-        WIDTH=width, ROWS=rows, KEYS=max(16, _padded(keys)), LANES=lanes, num_warps=4,
+        width**-0.5 * math.log2(math.e), *(step // vector for step in steps), keys,
+        WIDTH=width, ROWS=rows, KEYS=max(16, _padded(keys)), LANES=lanes, V=vector, num_warps=8 if rows > 64 else 4,
     )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -242,25 +248,27 @@ def add_layer_norm(
     bias: Tensor | None,
     eps: float,
     *,
+    add: Tensor | None = None,
     gate: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     fp8: bool = False,
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
-    """(x + gate·h, its LayerNorm · (1 + scale) + shift), for x of shape (B, L, C).
+    """(x + gate·(h + add), its LayerNorm · (1 + scale) + shift), for x of shape (B, L, C).
 
-    `gate`, `scale` and `shift` are (B, C) with any row stride. Without `h` the first result is x itself. With `fp8` the
-    second is quantised by rows.
+    `add` is (C,), `gate`, `scale` and `shift` are (B, C) with any row stride. Without `h` the first result is x
+    itself. With `fp8` the second is quantised by rows.
     """
     images, length, channels = x.shape
     x = x.contiguous()
     h = None if h is None else h.contiguous()
-    rows, vector, tiles = images * length, math.gcd(channels, _VECTOR), whole_rows(channels)
+    rows, vector, tiles = images * length, math.gcd(channels, _VECTOR), whole_rows(channels, fp8)
     x_next = x if h is None else torch.empty_like(x)
     y = torch.empty_like(x, dtype=E4M3 if fp8 else x.dtype)
     scales = torch.empty(rows, 1, device=x.device, dtype=torch.float32) if fp8 else None
     _launch(
-        _code().add_layer_norm, _grid(tiles, rows, channels), x, h, weight, bias, gate, scale, shift, x_next, y, scales,
+        _code().add_layer_norm, _grid(tiles, rows, channels),
+        x, h, add, weight, bias, gate, scale, shift, x_next, y, scales,
         rows, length, channels // vector, _stride(gate), _stride(scale, shift), eps,
         QUANTIZE=fp8, **_constants(tiles, vector),
     )  # fmt: skip
@@ -274,7 +282,7 @@ def gated_gelu(p: Tensor, *, fp8: bool = False) -> Tensor | QuantizedRows:
     rows, vector = p.numel() // (2 * inner), math.gcd(inner, _VECTOR)
     y = torch.empty(*p.shape[:-1], inner, device=p.device, dtype=E4M3 if fp8 else p.dtype)
     scales = torch.empty(rows, 1, device=p.device, dtype=torch.float32) if fp8 else None
-    tiles = whole_rows(inner) if fp8 else parts_of_rows(inner)
+    tiles = whole_rows(inner, fp8) if fp8 else parts_of_rows(inner, 1024)
     _launch(
         _code().gated_gelu, _grid(tiles, rows, inner), p, y, scales, rows, inner // vector,
         QUANTIZE=fp8, **_constants(tiles, vector),
@@ -286,7 +294,7 @@ def quantize(x: Tensor, *, gelu: bool = False) -> QuantizedRows:
     """Rows of (…, C) in e4m3, each divided by its largest magnitude over 448; with `gelu` of GELU(x), the tanh form."""
     x = x.contiguous()
     channels = x.shape[-1]
-    rows, vector, tiles = x.numel() // channels, math.gcd(channels, _VECTOR), whole_rows(channels)
+    rows, vector, tiles = x.numel() // channels, math.gcd(channels, _VECTOR), whole_rows(channels, fp8=True)
     values = torch.empty_like(x, dtype=E4M3)
     scales = torch.empty(rows, 1, device=x.device, dtype=torch.float32)
     _launch(

@@ -16,10 +16,12 @@ from contextvars import ContextVar
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pellucid.models import quantize
 from pellucid.models.kernels import QuantizedRows
@@ -30,6 +32,7 @@ _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _LAYERS = frozenset({nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, Fp8Linear})
 _PRODUCTS = frozenset({nn.Linear, nn.Conv2d})
 _FEW_PIXELS = 512  # of a batch, up to which a convolution is a matrix product: docs/results/speed.md
+_UNWATCHED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # hooks made until it was looked at
 _WANTED: ContextVar[bool] = ContextVar("pellucid_fused_operations", default=True)
 
 # --- which form ---------------------------------------------------------------------------------------------------
@@ -88,23 +91,34 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def parts_of(network: nn.Module) -> Iterator[nn.Module]:
-    """A network and all that is in it, as `modules()`, which also names them and takes ten times as long."""
-    waiting = [network]
-    while waiting:
-        module = waiting.pop()
-        yield module
-        waiting.extend(part for part in reversed(module._modules.values()) if part is not None)
+def parts_of(network: nn.Module) -> list[nn.Module]:
+    """A network and all that is in it, level by level, as `modules()`, which also names them and takes far longer."""
+    found = [network]
+    for module in found:  # which grows
+        found += [part for part in module._modules.values() if part is not None]
+    return found
 
 
-def weights_of(network: nn.Module) -> Iterator[Tensor]:
-    for part in parts_of(network):
-        yield from (weight for weight in part._parameters.values() if weight is not None)
+def weights_of(network: nn.Module) -> list[Tensor]:
+    return [weight for part in parts_of(network) for weight in part._parameters.values() if weight is not None]
 
 
 def watched(module: nn.Module) -> bool:
     """Whether hooks see the calls of this module, not counting those of its parts."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def watched_inside(network: nn.Module) -> bool:
+    """Whether hooks see the calls of some part of a network.
+
+    Looked for again only after a hook was made, anywhere: a part that brought one along is not seen.
+    """
+    made = RemovableHandle.next_id
+    if _UNWATCHED.get(network) != made:
+        if any(watched(part) for part in parts_of(network)[1:]):
+            return True
+        _UNWATCHED[network] = made
+    return False
 
 
 # --- pixels -------------------------------------------------------------------------------------------------------
@@ -260,28 +274,39 @@ def tokens_residual(x: Tensor, h: Tensor, output_scale: float = 1.0) -> Tensor:
 
 
 class Update(NamedTuple):
-    """What is still to be added to the residual stream: h, or gate · h."""
+    """What is still to be added to the residual stream: h + bias, or gate · (h + bias)."""
 
     h: Tensor  # (B, L, D)
     gate: Tensor | None = None  # (B, D)
+    bias: Tensor | None = None  # (D,), of the layer that made h
 
 
-def residual(x: Tensor, h: Tensor | None, gate: Tensor | None = None) -> Tensor:
-    """x + h, or x + gate · h; x where there is nothing to add."""
-    if h is None:
+def update_of(module: Any, x: Tensor | QuantizedRows, *told: Any, gate: Tensor | None = None, **more: Any) -> Update:
+    """gate · module(x, …), for a module that ends with the linear layer `last`; fused, the reader adds its bias."""
+    if isinstance(x, Tensor) and not watched(module) and type(module.last) is nn.Linear and fused(x, module.last):
+        return Update(F.linear(module.before_last(x, *told, **more), module.last.weight), gate, module.last.bias)
+    return Update(module(x, *told, **more), gate)
+
+
+def residual(x: Tensor, update: Update | None) -> Tensor:
+    """The residual stream after an update; x where there is none."""
+    if update is None:
         return x
+    h, gate, bias = update
+    if gate is None and fused(x):
+        summed: Tensor = kernels().add_bias(x, h, bias)
+        return summed
+    h = h if bias is None else h + bias
     return x + h if gate is None else torch.addcmul(x, gate[:, None], h)
 
 
 def residual_norm(
-    x: Tensor, h: Tensor | None, norm: nn.LayerNorm, readers: Sequence[nn.Linear] = ()
+    x: Tensor, update: Update | None, norm: nn.LayerNorm, readers: Sequence[nn.Linear] = ()
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
-    """x + h, and its layer norm; fused, in fp8 where the layers that read it are."""
+    """The residual stream after an update, and its layer norm; fused, in fp8 where the layers that read it are."""
     if fused(x, norm):
-        more = {"fp8": True} if in_fp8(*readers) else {}
-        summed, normed = kernels().add_layer_norm(x, h, norm.weight, norm.bias, norm.eps, **more)
-        return summed, normed
-    x = residual(x, h)
+        return _add_layer_norm(x, update, norm.weight, norm.bias, norm.eps, readers)
+    x = residual(x, update)
     return x, norm(x)
 
 
@@ -292,15 +317,22 @@ def residual_modulate(
 
     Fused, the norm is in fp8 where the layers that read it are.
     """
-    h, gate = update or (None, None)
     if fused(x):
-        more: dict[str, Any] = {"gate": gate, "scale": scale, "shift": shift}
-        if in_fp8(*readers):
-            more["fp8"] = True
-        summed, normed = kernels().add_layer_norm(x, h, None, None, eps, **more)
-        return summed, normed
-    x = residual(x, h, gate)
+        return _add_layer_norm(x, update, None, None, eps, readers, scale=scale, shift=shift)
+    x = residual(x, update)
     return x, modulate(x, shift[:, None], scale[:, None], eps)
+
+
+def _add_layer_norm(
+    x: Tensor, update: Update | None, weight: Any, bias: Any, eps: float, readers: Sequence[nn.Linear], **more: Any
+) -> tuple[Tensor, Tensor | QuantizedRows]:
+    h = None
+    if update is not None:
+        h, more["gate"], more["add"] = update
+    if in_fp8(*readers):
+        more["fp8"] = True
+    summed, normed = kernels().add_layer_norm(x, h, weight, bias, eps, **more)
+    return summed, normed
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -374,6 +406,25 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return attended
 
 
+def flash_is_wanted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether flash attention is taken where torch would take cuDNN's.
+
+    cuDNN builds a plan for each shape in 50 ms, and compiles a kernel for each kind of shape in half a second or more.
+    Where it gains a few microseconds, as on wide heads and few tokens, that would be most of the first image's time.
+    """
+    tokens, width = max(q.shape[2], k.shape[2]), q.shape[3]
+    small = (width > 128 and tokens <= 256) or (width >= 80 and tokens <= 1024 and tokens % 128 != 0)
+    if not (small and mask is None and width % 8 == 0 and q.dtype != torch.float32 and fused(q)):
+        return False
+    return torch.backends.cuda.can_use_flash_attention(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, False))
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q kᵀ / √d) v where `flash_is_wanted`; unlike torch's choice of a kernel, this one is no process's."""
+    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    return attended
+
+
 # --- several layers as one product --------------------------------------------------------------------------------
 
 
@@ -383,13 +434,25 @@ def linears(x: Tensor | QuantizedRows, *layers: nn.Linear) -> Sequence[Tensor]:
     The weights that are there count: of a layer whose weight was replaced, as by LoRA, nothing old is read.
     """
     x = _rows_for(x, *layers)
+    whole = _one_product(x, layers)
+    if whole is None:
+        return [layer(x) for layer in layers]
+    return whole.split_with_sizes([layer.out_features for layer in layers], dim=-1)
+
+
+def beside(x: Tensor, *layers: nn.Linear) -> Tensor:
+    """The layers' results for one x as one tensor: (…, all of their features)."""
+    whole = _one_product(x, layers)
+    return torch.cat([layer(x) for layer in layers], dim=-1) if whole is None else whole
+
+
+def _one_product(x: Tensor | QuantizedRows, layers: Sequence[nn.Linear]) -> Tensor | None:
     if isinstance(x, QuantizedRows) or fused(x, *layers):
         weight = _as_one([layer.weight for layer in layers])
         bias = _as_one([layer.bias for layer in layers])
         if weight is not None and (bias is not None or all(layer.bias is None for layer in layers)):
-            y = F.linear(x, weight, bias) if isinstance(x, Tensor) else _product(x, weight, bias, layers)
-            return y.split_with_sizes([layer.out_features for layer in layers], dim=-1)
-    return [layer(x) for layer in layers]
+            return F.linear(x, weight, bias) if isinstance(x, Tensor) else _product(x, weight, bias, layers)
+    return None
 
 
 def _product(x: QuantizedRows, weight: Tensor, bias: Tensor | None, layers: Sequence[nn.Linear]) -> Tensor:
@@ -408,7 +471,8 @@ def pack(*layers: nn.Linear) -> None:
     for name in ("weight", "bias", "scale"):
         parts = [layer._parameters.get(name) for layer in layers]
         whole = [part for part in parts if part is not None]
-        if len(whole) < len(parts) or _as_one(whole) is not None or len({part.dtype for part in whole}) > 1:
+        kinds = {(part.dtype, part.shape[1:]) for part in whole}
+        if len(whole) < len(parts) or len(kinds) != 1 or _as_one(whole) is not None:
             continue
         pieces = torch.cat([part.detach() for part in whole]).split_with_sizes([len(part) for part in whole])
         for layer, part, piece in zip(layers, whole, pieces, strict=True):

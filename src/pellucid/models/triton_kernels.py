@@ -22,7 +22,8 @@ _LEAST = tl.constexpr(1e-12)  # a row of zeros keeps a finite scale
 _TANH_GELU = tl.constexpr(1.5957691216057308)  # 2·√(2/π): tanh by a sigmoid
 _TURN = tl.constexpr(6.283185307179586)
 # Sizes that are no reason to compile again: those of an image, and what follows from them.
-_FREE = ("pixels", "rows", "height", "width", "per_program", "chunk", "parts", "length", "keys", "mask_stride")
+_SIZES = ("pixels", "rows", "height", "width", "per_program", "chunk", "parts", "length", "keys", "mask_stride")
+_FREE = (*_SIZES, *(f"{part}_{step}" for part in "qkv" for step in ("image", "head", "row")))
 
 
 @triton.jit
@@ -248,17 +249,20 @@ def neighbours(x, y, rows, height, width, units, ROWS: tl.constexpr, LANES: tl.c
 def attend_few(
     q, k, v, mask, out, length, keys, heads, factor,
     q_image, q_head, q_row, k_image, k_head, k_row, v_image, v_head, v_row, mask_stride,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """softmax(q kᵀ · factor) v of one head over all of its keys at once; `factor` has log2(e) in it."""
+    """softmax(q kᵀ · factor) v of one head over all of its keys at once; `factor` has log2(e) in it.
+
+    Strides come as units of V.
+    """
     image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key, c = tl.arange(0, KEYS), tl.arange(0, LANES)
     wide, held, inside = (c < WIDTH)[None, :], (key < keys)[:, None], (row < length)[:, None]
     own = image.to(tl.int64)
-    from_q = q + own * q_image + head * q_head + row[:, None] * q_row + c[None, :]
-    from_k = k + own * k_image + head * k_head + key[:, None] * k_row + c[None, :]
-    from_v = v + own * v_image + head * v_head + key[:, None] * v_row + c[None, :]
+    from_q = q + (own * q_image + head * q_head + row[:, None] * q_row) * V + c[None, :]
+    from_k = k + (own * k_image + head * k_head + key[:, None] * k_row) * V + c[None, :]
+    from_v = v + (own * v_image + head * v_head + key[:, None] * v_row) * V + c[None, :]
     asked = tl.load(from_q, mask=inside & wide, other=0.0)
     given = tl.load(from_k, mask=held & wide, other=0.0)
     value = tl.load(from_v, mask=held & wide, other=0.0)
@@ -284,10 +288,11 @@ def _store_quantized(v, values, scales, at, row, rows, inside):
 
 @triton.jit(do_not_specialize=_FREE)
 def add_layer_norm(
-    x, h, weight, bias, gate, scale, shift, x_next, y, scales, rows, length, units, gate_stride, scale_stride, eps,
+    x, h, add, weight, bias, gate, scale, shift, x_next, y, scales,
+    rows, length, units, gate_stride, scale_stride, eps,
     ROWS: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    """x + gate·h, and its LayerNorm with weight, bias and the modulation of the image; whole rows of channels."""
+    """x + gate·(h + add), and its LayerNorm with weight, bias and the modulation of the image; over whole rows."""
     channels = units * V
     c = tl.arange(0, LANES)[None, :]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -298,6 +303,8 @@ def add_layer_norm(
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if h is not None:
         change = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
+        if add is not None:
+            change += tl.load(add + c, mask=valid, other=0.0).to(tl.float32)
         if gate is not None:
             change *= tl.load(gate + image * gate_stride + c, mask=inside, other=0.0).to(tl.float32)
         total = (v + change).to(x_next.dtype.element_ty)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models import ops
-from pellucid.models.attention import Attention, ImageTokens, TextTokens
+from pellucid.models.attention import Attention, ImageTokens, count_text, text_layers
 from pellucid.models.blocks import (
     BlockInputs,
     Downsample,
@@ -227,29 +227,36 @@ class Descent(nn.Module):
             self.timed_blocks(), pairwise(accumulate(self.row_widths, initial=0)), strict=True
         ):
             block.columns = slice(first, end)
-        for index, attention in enumerate(self.text_attentions()):
-            attention.index = index
+        count_text(self.text_attentions())
+
+    def blocks(self) -> list[Any]:
+        """Down, in the middle, and up."""
+        middle = () if self.mid_block is None else (self.mid_block,)
+        return [*self.down_blocks, *middle, *getattr(self, "up_blocks", ())]
 
     def timed_blocks(self) -> list[ResnetBlock]:
-        return [module for module in ops.parts_of(self) if isinstance(module, ResnetBlock)]
+        return [resnet for block in self.blocks() for resnet in block.resnets]
 
     def text_attentions(self) -> list[Attention]:
-        blocks = [module for module in ops.parts_of(self) if isinstance(module, TransformerBlock)]
-        return [attention for block in blocks for attention in block.text_attentions()]
+        spaces = [space for block in self.blocks() if block.attends for space in block.attentions]
+        inner = [block for space in spaces for block in getattr(space, "transformer_blocks", ())]
+        return [attention for block in inner for attention in block.text_attentions()]
+
+    def hoisted_layers(self) -> tuple[list[nn.Linear], list[nn.Linear]]:
+        """What reads the text, and what reads the time."""
+        return text_layers(self.text_attentions()), [block.time_emb_proj for block in self.timed_blocks()]
 
     @property
     def row_widths(self) -> tuple[int, ...]:
         return tuple(block.time_emb_proj.out_features for block in self.timed_blocks())
 
-    def time_rows(
-        self, time: Tensor, *, guidance_embedding: Tensor | None = None, **conditions: Any
-    ) -> tuple[Tensor, ...]:
+    def time_rows(self, time: Tensor, *, guidance_embedding: Tensor | None = None, **conditions: Any) -> Tensor:
         embedding = self.embed(time, guidance=guidance_embedding, **conditions)
-        return tuple(block.time_emb_proj(embedding) for block in self.timed_blocks())
+        return ops.beside(embedding, *self.hoisted_layers()[1])
 
-    def text_tokens(self, context: Tensor) -> tuple[TextTokens, ...]:
-        context = self.project_context(context)
-        return tuple(attention.text_tokens(context).contiguous() for attention in self.text_attentions())
+    def text_tokens(self, context: Tensor) -> Tensor | None:
+        layers, _ = self.hoisted_layers()
+        return ops.beside(self.project_context(context), *layers) if layers else None
 
     def project_context(self, context: Tensor) -> Tensor:
         return context if self.config.encoder_hid_dim is None else self.encoder_hid_proj(context)
@@ -334,7 +341,7 @@ class UNet(Descent):
         context_mask: Tensor | None = None,  # (B, L), True is seen
         perturbed: tuple[str, ...] = (),
         skipped: tuple[str, ...] = (),
-        text: tuple[TextTokens, ...] = (),  # in place of context, from `hoist`
+        text: Tensor | None = None,  # (B, L, S): in place of context, from `hoist`
         hoisted: Tensor | None = None,  # (B, S): in place of time, labels, pooled, sizes and guidance_embedding
     ) -> Tensor:
         if self.config.center_input_sample:
