@@ -71,11 +71,13 @@ def _cut(n: int, size: int) -> int:
     return -(-n // size)
 
 
-def whole_rows(channels: int, fp8: bool = False) -> Tiles:
+def whole_rows(total: int, channels: int, fp8: bool = False) -> Tiles:
     """Tiles of whole rows, for what is computed over a row; in fp8 one row, whose largest number few threads find."""
     lanes = _padded(channels)
     if fp8:
         return Tiles(1, lanes, max(1, lanes // 2048))
+    if lanes == 2048 and total >= 2048:
+        return Tiles(4, lanes, 4)  # which share the weights that they read
     rows = max(1, 2048 // lanes)
     return Tiles(rows, lanes, 2 if lanes <= 512 else min(16, rows * lanes // 512))
 
@@ -106,7 +108,8 @@ def norm_tiles(images: int, pixels: int, width: int, groups: int) -> NormTiles:
     lanes, per_program = _lanes_of_groups(width, groups)
     tile, warps = (_TILE, 4) if pixels <= 4096 else (2 * _TILE, 8)
     rows = max(1, tile // lanes)
-    parts = max(1, _PROGRAMS // (images * _cut(groups, per_program)))
+    programs = _PROGRAMS if images <= 4 else 2 * _PROGRAMS
+    parts = max(1, programs // (images * _cut(groups, per_program)))
     return NormTiles(_cut(_cut(pixels, parts), rows) * rows, rows, lanes, per_program, warps)
 
 
@@ -262,7 +265,7 @@ def add_layer_norm(
     images, length, channels = x.shape
     x = x.contiguous()
     h = None if h is None else h.contiguous()
-    rows, vector, tiles = images * length, math.gcd(channels, _VECTOR), whole_rows(channels, fp8)
+    rows, vector, tiles = images * length, math.gcd(channels, _VECTOR), whole_rows(images * length, channels, fp8)
     x_next = x if h is None else torch.empty_like(x)
     y = torch.empty_like(x, dtype=E4M3 if fp8 else x.dtype)
     scales = torch.empty(rows, 1, device=x.device, dtype=torch.float32) if fp8 else None
@@ -282,7 +285,7 @@ def gated_gelu(p: Tensor, *, fp8: bool = False) -> Tensor | QuantizedRows:
     rows, vector = p.numel() // (2 * inner), math.gcd(inner, _VECTOR)
     y = torch.empty(*p.shape[:-1], inner, device=p.device, dtype=E4M3 if fp8 else p.dtype)
     scales = torch.empty(rows, 1, device=p.device, dtype=torch.float32) if fp8 else None
-    tiles = whole_rows(inner, fp8) if fp8 else parts_of_rows(inner, 1024)
+    tiles = whole_rows(rows, inner, fp8) if fp8 else parts_of_rows(inner, 1024)
     _launch(
         _code().gated_gelu, _grid(tiles, rows, inner), p, y, scales, rows, inner // vector,
         QUANTIZE=fp8, **_constants(tiles, vector),
@@ -294,7 +297,8 @@ def quantize(x: Tensor, *, gelu: bool = False) -> QuantizedRows:
     """Rows of (…, C) in e4m3, each divided by its largest magnitude over 448; with `gelu` of GELU(x), the tanh form."""
     x = x.contiguous()
     channels = x.shape[-1]
-    rows, vector, tiles = x.numel() // channels, math.gcd(channels, _VECTOR), whole_rows(channels, fp8=True)
+    rows, vector = x.numel() // channels, math.gcd(channels, _VECTOR)
+    tiles = whole_rows(rows, channels, fp8=True)
     values = torch.empty_like(x, dtype=E4M3)
     scales = torch.empty(rows, 1, device=x.device, dtype=torch.float32)
     _launch(
