@@ -111,6 +111,24 @@ def check_group_norm(draw: Draw) -> None:
         close(found, y, draw.dtype, slack)
 
 
+def check_moments(draw: Draw) -> None:
+    """Of a whole image, and a norm of one of its bands by them."""
+    groups, width = draw.one(1, 4, more=(32,)), draw.one(1, 3, 8, more=(10, 16))
+    height, across = draw.one((2, 5), (9, 7), more=((64, 64), (128, 96)))
+    x = draw.normal(1, groups * width, height, across, mean=draw.one(0.0, 20.0))
+    x = x.contiguous(memory_format=torch.channels_last)
+    mean, variance = kernels.moments(x, groups)
+    grouped = x.double().reshape(groups, -1)
+    wanted, spread = grouped.mean(1), grouped.var(1, correction=0)
+    assert torch.allclose(mean.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(variance.double(), spread, rtol=1e-4, atol=1e-6 + 1e-9 * float(wanted.square().max()))
+    weight, bias = draw.normal(groups * width), draw.normal(groups * width)
+    found = kernels.group_norm(x[:, :, height // 2 :], weight, bias, groups, 1e-5, silu=True, known=(mean, variance))
+    expected = F.silu(F.group_norm(x.double(), groups, weight.double(), bias.double(), 1e-5))[:, :, height // 2 :]
+    slack = 4e-6 + 4e-6 * float(x.abs().max()) / float(spread.min()) ** 0.5 + 1e-5 * float(expected.abs().max())
+    close(found, expected, draw.dtype, slack)
+
+
 def check_no_cancellation(draw: Draw) -> None:
     """A mean a thousand times the spread: E[x²] − E[x]² in float32 would be noise."""
     x = draw.normal(2, 24, 12, 12, dtype=torch.float32, mean=1000.0).contiguous(memory_format=torch.channels_last)

@@ -105,12 +105,61 @@ def norm_tiles(images: int, pixels: int, width: int, groups: int) -> NormTiles:
     rows, lanes = _padded(pixels), _padded(width)
     if rows * lanes <= _WHOLE:
         return NormTiles(0, rows, lanes, 1, min(16, max(1, rows * lanes // 1024)))
+    return streamed_tiles(images, pixels, width, groups)
+
+
+def streamed_tiles(images: int, pixels: int, width: int, groups: int) -> NormTiles:
+    """The same, for two passes over chunks of pixels."""
     lanes, per_program = _lanes_of_groups(width, groups)
     tile, warps = (_TILE, 4) if pixels <= 4096 else (2 * _TILE, 8)
     rows = max(1, tile // lanes)
     programs = _PROGRAMS if images <= 4 else 2 * _PROGRAMS
     parts = max(1, programs // (images * _cut(groups, per_program)))
     return NormTiles(_cut(_cut(pixels, parts), rows) * rows, rows, lanes, per_program, warps)
+
+
+class _Streamed(NamedTuple):
+    """What the two passes of a streamed GroupNorm are launched with."""
+
+    grid: tuple[int, int, int]
+    sizes: tuple[int, ...]
+    shape: dict[str, int]
+    partials: Tensor  # (2, B, chunks, groups): mean and sum of squared deviations
+
+    @staticmethod
+    def of(x: Tensor, groups: int, tiles: NormTiles) -> _Streamed:
+        images, channels, height, across = x.shape
+        pixels, width = height * across, channels // groups
+        parts, block = _cut(pixels, tiles.chunk), tiles.per_program * width
+        vector = math.gcd(math.gcd(block, channels), _VECTOR)
+        return _Streamed(
+            (_cut(groups, tiles.per_program), parts, images),
+            (pixels, channels // vector, width, groups, tiles.per_program, block // vector, tiles.chunk),
+            {
+                "ROWS": tiles.rows, "LANES": tiles.lanes, "GROUPS": max(8, _padded(tiles.per_program)), "V": vector,
+                "num_warps": tiles.warps,
+            },
+            torch.empty(2, images, parts, groups, device=x.device, dtype=torch.float32),
+        )  # fmt: skip
+
+    @property
+    def counts(self) -> Tensor:
+        """(chunks, 1): the numbers of each group in each chunk."""
+        pixels, _, width, *_, chunk = self.sizes
+        first = torch.arange(0, pixels, chunk, device=self.partials.device)
+        return ((pixels - first).clamp_max(chunk) * width).float()[:, None]
+
+
+def moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each group of one image (1, C, H, W) channels-last, (groups,) each."""
+    _, channels, height, across = x.shape
+    x = x.contiguous(memory_format=torch.channels_last)
+    cut = _Streamed.of(x, groups, streamed_tiles(1, height * across, channels // groups, groups))
+    _launch(_code().norm_partials, cut.grid, x, None, None, cut.partials, *cut.sizes, 0, **cut.shape)
+    share = cut.counts / cut.counts.sum()
+    means, squares = cut.partials[:, 0]
+    mean = (share * means).sum(0)
+    return mean, (share * (squares / cut.counts + (means - mean) ** 2)).sum(0)
 
 
 def group_norm(
@@ -124,18 +173,20 @@ def group_norm(
     add: Tensor | None = None,
     shift: Tensor | None = None,
     film: tuple[Tensor, Tensor] | None = None,
+    known: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """GroupNorm of x + add + shift, (B, C, H, W) channels-last; then film, y·(1 + scale) + offset; then SiLU.
 
-    `add` is (C,), `shift` and both of `film` are (B, C) with any row stride. `out` is x, where it is written over.
+    `add` is (C,), `shift` and both of `film` are (B, C) with any row stride. `known` are the mean and variance of each
+    group, in place of x's own. `out` is x, where it is written over.
     """
     images, channels, height, across = x.shape
     x = x.contiguous(memory_format=torch.channels_last)
     assert out is None or out is x
     y = torch.empty_like(x, memory_format=torch.channels_last) if out is None else x  # a program writes what it read
     pixels, width = height * across, channels // groups
-    tiles = norm_tiles(images, pixels, width, groups)
+    tiles = (norm_tiles if known is None else streamed_tiles)(images, pixels, width, groups)
     by_image = _stride(shift)
     scale, offset = film or (None, None)
     by_film = _stride(scale, offset)
@@ -148,20 +199,14 @@ def group_norm(
             ROWS=tiles.rows, LANES=tiles.lanes, V=vector, SILU=silu, num_warps=tiles.warps,
         )  # fmt: skip
         return y
-    parts = _cut(pixels, tiles.chunk)
-    block = tiles.per_program * width
-    vector = math.gcd(math.gcd(block, channels), _VECTOR)
-    partials = torch.empty(2, images, parts, groups, device=x.device, dtype=torch.float32)
-    grid = (_cut(groups, tiles.per_program), parts, images)
-    sizes = (pixels, channels // vector, width, groups, tiles.per_program, block // vector, tiles.chunk)
-    shape = {
-        "ROWS": tiles.rows, "LANES": tiles.lanes, "GROUPS": max(8, _padded(tiles.per_program)), "V": vector,
-        "num_warps": tiles.warps,
-    }  # fmt: skip
-    _launch(code.norm_partials, grid, x, add, shift, partials, *sizes, by_image, **shape)
+    cut = _Streamed.of(x, groups, tiles)
+    if known is None:
+        _launch(code.norm_partials, cut.grid, x, add, shift, cut.partials, *cut.sizes, by_image, **cut.shape)
+    else:  # chunks that all have this mean and variance merge to it
+        cut.partials[0], cut.partials[1] = known[0], known[1] * cut.counts
     _launch(
-        code.norm_apply, grid, x, partials, weight, bias, add, shift, scale, offset, y,
-        *sizes, by_image, by_film, eps, AT_ONCE=64, SILU=silu, **shape,
+        code.norm_apply, cut.grid, x, cut.partials, weight, bias, add, shift, scale, offset, y,
+        *cut.sizes, by_image, by_film, eps, AT_ONCE=64, SILU=silu, **cut.shape,
     )  # fmt: skip
     return y
 

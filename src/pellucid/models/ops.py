@@ -148,6 +148,25 @@ def norm_silu(x: Tensor, norm: nn.GroupNorm) -> Tensor:
     return _group_norm(x, norm, silu=True) if fused(x, norm) else silu(norm(x))
 
 
+def moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each group of one image's channels, (groups,) each."""
+    if fused(x):
+        found: tuple[Tensor, Tensor] = kernels().moments(_channels_last(x), groups)
+        return found
+    grouped = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(groups, -1)
+    variance, mean = torch.var_mean(grouped, dim=1, correction=0)
+    return mean, variance
+
+
+def known_norm_silu(x: Tensor, norm: nn.GroupNorm, mean: Tensor, variance: Tensor) -> Tensor:
+    """silu(norm(x)), with the statistics (groups,) of another image, such as the one that x is a band of."""
+    if fused(x, norm):
+        return _group_norm(x, norm, silu=True, known=(mean, variance))
+    mean, variance = (part.repeat_interleave(norm.num_channels // norm.num_groups) for part in (mean, variance))
+    weight, bias = norm.weight.to(mean.dtype), norm.bias.to(mean.dtype)  # BatchNorm in evaluation
+    return silu(F.batch_norm(x, mean, variance, weight, bias, eps=norm.eps))
+
+
 def conv_norm_silu(
     x: Tensor,
     conv: nn.Conv2d,

@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models import ops
 from pellucid.models.blocks import ResnetBlock
-from pellucid.models.ops import silu
 from pellucid.models.tiny_vae import Block, TinyAutoencoder, squash, to_signed, to_unsigned
 from pellucid.models.vae import AutoencoderKL, DownBlock, Posterior, UpBlock, VAEConfig, check
 
@@ -78,12 +76,11 @@ class Moments:
         self.bands: list[tuple[int, Tensor, Tensor]] = []
 
     def add(self, band: Tensor) -> None:
-        grouped = band.to(torch.promote_types(band.dtype, torch.float32)).reshape(self.groups, -1)
-        self.bands.append((grouped.shape[1], *torch.var_mean(grouped, dim=1, correction=0)))
+        self.bands.append((band.numel() // self.groups, *ops.moments(band, self.groups)))
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Mean and variance, (groups,) each, by the law of total variance."""
-        counts, variances, means = zip(*self.bands, strict=True)
+        counts, means, variances = zip(*self.bands, strict=True)
         variance, mean = torch.stack(variances), torch.stack(means)  # (bands, groups)
         share = torch.tensor(counts, dtype=mean.dtype, device=mean.device)[:, None] / sum(counts)
         centre = (share * mean).sum(0)
@@ -101,10 +98,9 @@ def _watched(x: LazyImage, moments: Moments) -> LazyImage:
 
 
 def _fixed(norm: nn.GroupNorm, moments: Moments) -> Callable[[Tensor], Tensor]:
-    """GroupNorm, then SiLU, for the bands of one image: with known statistics it is BatchNorm in evaluation."""
-    mean, variance = (m.repeat_interleave(norm.num_channels // norm.num_groups) for m in moments.total())  # (channels,)
-    weight, bias = norm.weight.to(mean.dtype), norm.bias.to(mean.dtype)
-    return lambda band: silu(F.batch_norm(band, mean, variance, weight, bias, eps=norm.eps))
+    """GroupNorm, then SiLU, for the bands of one image."""
+    mean, variance = moments.total()
+    return lambda band: ops.known_norm_silu(band, norm, mean, variance)
 
 
 @dataclass(frozen=True)
@@ -153,12 +149,13 @@ class _Bands:
             return self.residual_held(block, x)
         channels = block.norm2.num_channels
         norm1 = _fixed(block.norm1, self.measure(block.norm1, x))
-        middle = local(lambda band: block.conv1(norm1(band)), x, channels)
+        middle = local(lambda band: ops.conv(norm1(band), block.conv1), x, channels)
         norm2 = _fixed(block.norm2, self.measure(block.norm2, middle))
+        shortcut = block.conv_shortcut if block.resized else None
 
         def layer(band: Tensor) -> Tensor:
-            shortcut = block.conv_shortcut(band) if block.resized else band
-            return block.conv2(norm2(block.conv1(norm1(band)))).add_(shortcut)
+            h = norm2(ops.conv(norm1(band), block.conv1))
+            return ops.conv_residual(band, h, block.conv2, shortcut=shortcut)
 
         out = local(layer, x, channels, reach=2)
         if keep == 0:
@@ -169,13 +166,15 @@ class _Bands:
         """The same, with each convolution once: the first sweep measures x and holds what x adds to the sum."""
         channels, moments = block.norm2.num_channels, Moments(block.norm1.num_groups)
         if block.resized:
-            skip = self.compute(local(block.conv_shortcut, _watched(x, moments), channels, reach=0))
+            shortcut = block.conv_shortcut
+            watched = _watched(x, moments)
+            skip = self.compute(local(lambda band: ops.pointwise(band, shortcut), watched, channels, reach=0))
         else:
             skip, moments = x.rows(0, x.height), self.measure(block.norm1, x)  # held: itself, not a copy
         norm1 = _fixed(block.norm1, moments)
-        middle = held(self.compute(local(lambda band: block.conv1(norm1(band)), x, channels)))
+        middle = held(self.compute(local(lambda band: ops.conv(norm1(band), block.conv1), x, channels)))
         norm2 = _fixed(block.norm2, self.measure(block.norm2, middle))
-        h = local(lambda band: block.conv2(norm2(band)), middle, channels)
+        h = local(lambda band: ops.conv(norm2(band), block.conv2), middle, channels)
         total = replace(h, rows=lambda first, end: h.rows(first, end).add_(skip[:, :, first:end]))
         return self.overwrite(skip, total)
 
@@ -184,7 +183,7 @@ def _decoded(vae: AutoencoderKL, z: Tensor, bands: _Bands, keep: int) -> LazyIma
     """The decoder on one image's latents (1, C, h, w); each level of a quarter the pixels may hold one image more."""
     decoder, last = vae.decoder, len(vae.decoder.up_blocks) - 1
     z = z if vae.post_quant_conv is None else vae.post_quant_conv(z)
-    x = held(decoder.mid_block(decoder.conv_in(ops.arrange(z))))
+    x = held(decoder.mid_block(ops.conv(ops.arrange(z), decoder.conv_in)))
     for level, block in enumerate(cast("Iterable[UpBlock]", decoder.up_blocks)):
         for resnet in cast("Iterable[ResnetBlock]", block.resnets):
             x = bands.residual(resnet, x, min(keep + last - level, 2))
@@ -197,7 +196,7 @@ def _decoded(vae: AutoencoderKL, z: Tensor, bands: _Bands, keep: int) -> LazyIma
 def _encoded(vae: AutoencoderKL, image: Tensor, bands: _Bands, keep: int) -> Tensor:
     """The encoder on one image (1, 3, H, W): (1, 2·latent_channels, h, w), before quant_conv."""
     encoder = vae.encoder
-    x = local(encoder.conv_in, held(ops.arrange(image)), vae.config.block_out_channels[0])
+    x = local(lambda band: ops.conv(band, encoder.conv_in), held(ops.arrange(image)), vae.config.block_out_channels[0])
     for level, block in enumerate(cast("Iterable[DownBlock]", encoder.down_blocks)):
         for resnet in cast("Iterable[ResnetBlock]", block.resnets):
             x = bands.residual(resnet, x, min(keep + level, 2))
