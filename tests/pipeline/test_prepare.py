@@ -181,3 +181,29 @@ def test_sixteen_bits_reach_the_image_encoder() -> None:
     deep = np.linspace(0, 65535, 32 * 32).reshape(32, 32).astype(np.uint16)
     found = clip_pixels([Image.fromarray(deep)], 32)
     assert torch.allclose(found, clip_pixels([Image.fromarray(np.rint(deep / 257).astype(np.uint8))], 32))
+
+
+def test_controls_of_a_whole_run_step_as_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one network for all requests with these ControlNets, so that they share what was captured."""
+    peer = diffusers.ControlNetModel.from_unet(tiny.saved("sd1")[0].unet, conditioning_embedding_out_channels=(8, 16))
+    tiny.randomised(peer).save_pretrained(tmp_path)
+    pipe = model("sd1")
+    asked: dict[str, Any] = {**SMALL, "guidance": 5.0}
+    plain = pipe("abc", controls=[Control(tmp_path, image(), 0.7)], **asked)
+    steppers = []
+
+    def stepper(self: Any, networks: Any) -> Any:
+        steppers.append(self.graphs.stepper(networks, capture=False))
+        return steppers[-1]
+
+    monkeypatch.setattr(Pipeline, "stepper", stepper)
+    made = pipe("abc", controls=[Control(tmp_path, image(), 0.7)], **asked)
+    assert made.plain == {}
+    assert torch.allclose(made.latents, plain.latents, atol=1e-5)
+    assert not torch.allclose(made.latents, pipe("abc", **asked).latents, atol=1e-2)
+    late = pipe("abc", controls=[Control(tmp_path, image(), 0.7, 0.5)], **asked)
+    assert late.plain == {"denoiser": len(late.plan.rows)}  # which changes from step to step what it calls
+    pipe("abc", controls=[Control(tmp_path, image(), 0.2)], **asked)
+    first, without, _, last = (one.networks[0] for one in steppers)
+    assert last is first
+    assert last is not without

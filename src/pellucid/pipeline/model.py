@@ -21,7 +21,7 @@ from pellucid.interop.components import Components, text_parts
 from pellucid.models import attention, graph_memory, ip_adapter, lora
 from pellucid.models.captured import DeviceStepper, StepGraphs
 from pellucid.models.clip import CLIPVisionEncoder
-from pellucid.models.controlnet import ControlNet
+from pellucid.models.controlnet import ControlledUNet, ControlNet
 from pellucid.models.dit import DiT
 from pellucid.models.graph_memory import GraphMemory
 from pellucid.models.guidance import Guidance, guarded
@@ -37,6 +37,7 @@ from pellucid.pipeline.result import Result
 from pellucid.pipeline.shelf import AdapterShelf, PathLike, adapter_encoder, adapter_file
 
 _VIEWS = 2  # with adapters that a model keeps; each holds the weights that they change
+_CONTROLLED = 4  # UNets with their ControlNets that a model keeps; these hold no weights of their own
 _CLASS_GUIDANCE = 4.0  # of class-conditional models: DiT's own setting
 
 
@@ -50,6 +51,7 @@ class Model:
     shelf: AdapterShelf = field(default_factory=AdapterShelf)
     graphs: StepGraphs = field(default_factory=StepGraphs)
     _views: dict[Any, Any] = field(default_factory=dict, init=False)
+    _controlled: list[ControlledUNet] = field(default_factory=list, init=False)
 
     def stepper(self, networks: Sequence[nn.Module]) -> DeviceStepper | None:
         """What steps a batch with these networks as captured graphs, where the policy wants that."""
@@ -133,6 +135,25 @@ class Model:
             return control.network
         return self.shelf.read("controlnet", control.network, self.read_controlnet)
 
+    def controlled(self, network: UNet, controls: Sequence[Control]) -> ControlledUNet:
+        """A UNet with the ControlNets of a request; the last are kept, so that requests share what was captured."""
+        controlnets = [self.controlnet_of(control) for control in controls]
+        for held in [*self._controlled]:
+            if len(held.parts) == 1 + len(controlnets) and all(
+                mine is own for mine, own in zip(held.parts, (network, *controlnets), strict=True)
+            ):
+                return held
+        made = ControlledUNet(network, controlnets)
+        self._controlled.append(made)
+        for old in self._controlled[:-_CONTROLLED]:
+            self._let_go(old)
+        return made
+
+    def _let_go(self, controlled: ControlledUNet) -> None:
+        with suppress(ValueError):  # another thread has done it
+            self._controlled.remove(controlled)
+            self.graphs.forget(controlled)
+
     def read_controlnet(self, path: PathLike) -> ControlNet:
         dtype = next(self.components.network.parameters()).dtype
         device = self.device if self.policy.offload == "none" else None
@@ -190,6 +211,8 @@ class Model:
         called = [self.components.network, *(parts.network for parts, *_ in list(self._views.values()))]
         if all(network is not one for one in called):
             self.graphs.forget(network)
+            for controlled in [one for one in self._controlled if one.unet is network]:
+                self._let_go(controlled)
 
 
 @dataclass(frozen=True)

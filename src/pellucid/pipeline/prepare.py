@@ -355,9 +355,11 @@ def _network_of(run: RunSettings, conditions: Conditions, clean: Tensor | None) 
     called: Any
     if request.controls:
         network = image_inputs.controllable(network)
-        controlled = ControlledUNet(network, [run.model.controlnet_of(control) for control in request.controls])
+        controlled = run.model.controlled(network, request.controls)
         conditions = conditions.plus("control", *image_inputs.hints_of(run, controlled))
-        called = HintSwitch(run.model.policy.ready(controlled))
+        called = run.model.policy.ready(controlled)
+        if any(control.start > 0 or control.end < 1 for control in request.controls):
+            called = HintSwitch(called)
     else:
         called = run.model.policy.ready(network)
     if image_inputs.is_inpainting(run.components):
