@@ -26,6 +26,7 @@ _MAKE, _LOOK, _CHOOSE, _TRAIN, _LEARN = "Make images", "Look inside", "Choose wi
 _COMMANDS = {  # its place in the help, and what it does in a line
     "sample": (_MAKE, "Make images from a prompt, or repeat one from the recipe inside it."),
     "models": (_MAKE, "List the models on this machine."),
+    "serve": (_MAKE, "Serve models over HTTP, as OpenAI's images API."),
     "plan": (_LOOK, "Show a sampler as its table: one row is one model call."),
     "samplers": (_LOOK, "List the samplers, or show one."),
     "schedules": (_LOOK, "Show how β, ᾱ, SNR, λ and σ run over training time."),
