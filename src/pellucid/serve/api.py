@@ -644,28 +644,34 @@ class Gate:
             else f"req-{secrets.token_hex(8)}"
         )
         began, status = time.monotonic(), 0
-        size = 0
+        size, answered = 0, False
 
         async def sending(message: Message) -> None:
             nonlocal status
+            if answered:
+                return
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", id.encode())]
             await send(message)
 
         async def receiving() -> Message:
-            nonlocal size
+            nonlocal size, answered
             message = await receive()
             size += len(message.get("body", b""))
-            if size > MOST_BYTES:
-                raise ApiError(413, "body_too_large", f"the body must be at most {MOST_BYTES} bytes; got more.")
-            return message
+            if size > MOST_BYTES and not answered:
+                await refuse(too_large())
+                answered = True
+            return {"type": "http.disconnect"} if answered else message
+
+        async def refuse(error: ApiError) -> None:
+            self.server.metrics.refused.labels(error.reason).inc()
+            await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, sending)
 
         error = self.refusal(scope, headers)
         try:
             if error is not None:
-                self.server.metrics.refused.labels(error.reason).inc()
-                await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, sending)
+                await refuse(error)
             else:
                 await self.app(scope, receiving, sending)
         finally:
@@ -679,7 +685,7 @@ class Gate:
         settings = self.server.settings
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > MOST_BYTES:
-            return ApiError(413, "body_too_large", f"the body must be at most {MOST_BYTES} bytes.")
+            return too_large()
         if settings.keys:
             if scope["path"] in _OPEN:
                 return None
@@ -699,3 +705,7 @@ class Gate:
         if origin is not None and origin.split("://")[-1] != headers.get("host"):
             return ApiError(403, "origin_not_allowed", "a page of another site must not use this server.")
         return None
+
+
+def too_large() -> ApiError:
+    return ApiError(413, "body_too_large", f"the body must be at most {MOST_BYTES} bytes; got more.")

@@ -237,7 +237,7 @@ class Supervisor:
             self.told("broken", **facts)
         elif id in self.works:
             self._on_work(self.works[id], what, facts)
-        else:
+        elif not id:  # and no work that has ended here already
             self.told(what, **facts)
 
     def _on_ready(self, facts: dict[str, Any]) -> None:
