@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pellucid._version import __version__
 from pellucid.core.errors import PellucidError
+from pellucid.interop.source import pipelines
 from pellucid.pipeline.recipe import write_png
 from pellucid.serve.admission import Admission
 from pellucid.serve.errors import ApiError
 from pellucid.serve.jobs import Job, opened
 from pellucid.serve.metrics import STAGES, Metrics
-from pellucid.serve.schemas import ImageRequest, PlanRequest
+from pellucid.serve.rollout import Rollout, RolloutSettings, check_inside
+from pellucid.serve.schemas import ImageRequest, PlanRequest, RolloutRequest
 from pellucid.serve.settings import ServeSettings, owner_of
-from pellucid.serve.supervisor import Supervisor, Work
+from pellucid.serve.supervisor import Supervisor, Work, unavailable
 
 MOST_BYTES = 64 * 2**20  # of a request's body
 _FIELDS = ("prompt", "negative_prompt", "label", "sampler", "grid", "steps", "guidance", "strength")
@@ -80,6 +82,7 @@ class Server:
         self.repeats: OrderedDict[tuple[str, str], tuple[str, Group]] = OrderedDict()  # by owner and idempotency key
         self.tasks: set[asyncio.Task[Any]] = set()
         self.draining = False
+        self.rollouts: OrderedDict[str, Rollout] = OrderedDict()
         self.seconds: dict[str, list[float]] = {name: [] for name in (*STAGES, "total")}  # of the last images
 
     # --- what the engine did ----------------------------------------------------------------------------------------
@@ -102,8 +105,13 @@ class Server:
                 metrics.cancelled.labels(kind).inc()
             else:
                 metrics.failed.labels(kind).inc()
+        elif what == "trial":
+            if facts["rollout"] in self.rollouts:
+                self.rollouts[facts["rollout"]].loaded(facts["found"])
         elif what == "restart":
             metrics.restarts.inc()
+            if self.rollout is not None:
+                self.rollout.end("rolled back", "the engine ended while the version was tried")
             _LOG.error("the engine ended", extra={"facts": {"code": facts["code"]}})
         elif what in ("hung", "broken", "fault"):
             _LOG.error("engine: %s", what, extra={"facts": {k: str(v) for k, v in facts.items()}})
@@ -191,6 +199,74 @@ class Server:
             found.append((self.settings.loras[name], scale))
         return tuple(found)
 
+    # --- versions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def rollout(self) -> Rollout | None:
+        """The one that is on its way."""
+        return next((one for one in self.rollouts.values() if not one.over), None)
+
+    def roll_out(self, asked: RolloutSettings) -> Rollout:
+        if self.rollout is not None:
+            raise ApiError(409, "rollout_running", f"{self.rollout.id} must end before the next begins.")
+        if not self.supervisor.ready:
+            raise unavailable(self.supervisor.why)
+        made = Rollout(f"rollout-{secrets.token_hex(6)}", asked, self.rolled_out)
+        self.rollouts[made.id] = made
+        self.supervisor.examine(made.id, asked, made.key)
+        return made
+
+    def rolled_out(self, rollout: Rollout) -> None:
+        """Makes a decision so."""
+        if rollout.stage == "promoted":
+            self.supervisor.promote(rollout.settings.model, rollout.key, rollout.settings.path)
+        else:
+            self.supervisor.unload(rollout.key)
+        self.metrics.rollouts.labels(rollout.stage).inc()
+        _LOG.warning("rollout", extra={"facts": {"id": rollout.id, "stage": rollout.stage, "why": rollout.why}})
+        if self.settings.records is not None:
+            rollout.write(self.settings.records)
+
+    def versions_of(self, jobs: list[Job]) -> tuple[list[Job], list[Job]]:
+        """The jobs, perhaps for the new version in place of the old; and copies for it, whose images nobody sees."""
+        rollout = self.rollout
+        if rollout is None or jobs[0].model != rollout.settings.model:
+            return jobs, []
+        wants = rollout.wants()
+        if wants == "canary":
+            return [replace(job, model=rollout.key) for job in jobs], []
+        if wants == "shadow" and 2 * self.admission.taken <= self.admission.limit:
+            return jobs, [replace(job, id=f"shadow-{job.id}", model=rollout.key, previews=0) for job in jobs]
+        return jobs, []
+
+    def submit(self, job: Job) -> Work:
+        """Hands a job to the engine; a roll-out that is on its way sees how it ends."""
+        work, rollout = self.supervisor.submit(job), self.rollout
+        if rollout is not None and job.model in (rollout.key, rollout.settings.model):
+            stage, arm = rollout.stage, "new" if job.model == rollout.key else "old"
+
+            def ended(done: asyncio.Future[dict[str, Any]]) -> None:
+                error = None if done.cancelled() else done.exception()
+                if done.cancelled() or (isinstance(error, ApiError) and error.status < 500):
+                    return  # what was asked was wrong, or nobody wants it any more
+                times = None if error else done.result()["times"]
+                rollout.saw(stage, arm, None if times is None else sum(times.get(s, 0.0) for s in STAGES[1:]))
+
+            work.result.add_done_callback(ended)
+        return work
+
+    async def result_of(self, work: Work, group: Group) -> dict[str, Any]:
+        """The result of a job; one that failed on a version that is tried is made by the old one."""
+        try:
+            return await work.result
+        except ApiError as error:
+            name = next((one.settings.model for one in self.rollouts.values() if one.key == work.job.model), None)
+            if name is None or error.status < 500:
+                raise
+            again = self.submit(replace(work.job, id=f"img-{secrets.token_hex(12)}", model=name))
+            group.works[group.works.index(work)] = again
+            return await again.result
+
     async def accept(self, body: ImageRequest, uploads: Mapping[str, bytes], owner: str) -> Group:
         """Takes a request in, or refuses it: by its form, by capacity, by its deadline."""
         arrived = time.monotonic()
@@ -211,7 +287,10 @@ class Server:
             self.admission.give_back(len(jobs))
             raise
         self.metrics.admitted.labels(jobs[0].model).inc(len(jobs))
-        works = [self.supervisor.submit(job) for job in jobs]
+        jobs, copies = self.versions_of(jobs)
+        works = [self.submit(job) for job in jobs]
+        for copy in copies:
+            self.submit(copy)
         for work in works:
             work.result.add_done_callback(lambda _: self.admission.give_back())
         group = Group(f"job-{secrets.token_hex(12)}", body, works, owner)
@@ -234,7 +313,7 @@ class Server:
     async def answer(self, group: Group) -> dict[str, Any]:
         """The body of the response, once all images are there; the first that fails ends the others."""
         try:
-            found = await asyncio.gather(*(work.result for work in group.works))
+            found = await asyncio.gather(*(self.result_of(work, group) for work in group.works))
         except BaseException:
             self.cancel(group)
             raise
@@ -253,7 +332,7 @@ class Server:
         return {
             "id": group.id,
             "created": int(group.created),
-            "model": group.works[0].job.model,
+            "model": group.works[0].job.model.partition("@")[0],
             "data": data,
             "size": f"{width}x{height}",
             "output_format": body.output_format,
@@ -318,6 +397,7 @@ def make_app(settings: ServeSettings) -> FastAPI:
     add_errors(app, server)
     add_images(app, server)
     add_jobs(app, server)
+    add_rollouts(app, server)
     add_watching(app, server)
     app.add_middleware(Gate, server=server)
     return app
@@ -567,6 +647,32 @@ def shown(group: Group) -> dict[str, Any]:
         elif isinstance(error, ApiError):
             found |= error.body
     return found
+
+
+def add_rollouts(app: FastAPI, server: Server) -> None:
+    def rollout_of(id: str) -> Rollout:
+        if id not in server.rollouts:
+            raise ApiError(404, "rollout_not_found", f"roll-out {id!r} is not known.", param="id")
+        return server.rollouts[id]
+
+    @app.post("/v1/rollouts", tags=["rollouts"])
+    async def begin(body: RolloutRequest) -> Response:
+        """Loads a new version of a model beside the old one, tries it, and promotes it or rolls it back."""
+        model = server.model_of(body.model)
+        path = check_inside(body.path, list(server.settings.candidates), pipelines())
+        asked = RolloutSettings(**{**body.model_dump(), "model": model, "path": path})
+        return JSONResponse(server.roll_out(asked).to_dict(), 202)
+
+    @app.get("/v1/rollouts/{id}", tags=["rollouts"])
+    async def rollout(id: str) -> Response:
+        return JSONResponse(rollout_of(id).to_dict())
+
+    @app.delete("/v1/rollouts/{id}", tags=["rollouts"])
+    async def back(id: str) -> Response:
+        """Rolls back; what was promoted stays."""
+        found = rollout_of(id)
+        found.end("rolled back", "somebody asked for it")
+        return JSONResponse(found.to_dict())
 
 
 def add_watching(app: FastAPI, server: Server) -> None:

@@ -9,12 +9,14 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.reader import read_toml, typed
@@ -197,8 +199,6 @@ def read_mix(path: str | Path) -> tuple[Kind, ...]:
 
 def read_kind(raw: Any, where: str) -> Kind:
     """One table of a mix, checked as the server would check it."""
-    from pydantic import ValidationError
-
     if not isinstance(raw, Mapping):
         raise PellucidError(rule(where, "a [[request]] table", raw), "mix")
     body = {key: typed(Any, value, f"{where}.{key[:80]}", code="mix") for key, value in raw.items()}
@@ -298,7 +298,7 @@ def facts_of(reply: Reply) -> dict[str, Any]:
 async def watched(remote: Remote, clock: Callable[[], float], ended: asyncio.Event) -> list[Sample]:
     """The server's state once a second, and once after the end; without what could not be asked."""
     found: list[Sample] = []
-    for due in ticks():
+    while True:
         last = ended.is_set()
         with suppress(PellucidError):
             status = await remote.status()
@@ -306,9 +306,4 @@ async def watched(remote: Remote, clock: Callable[[], float], ended: asyncio.Eve
         if last:
             return found
         with suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), max(due - clock(), 0.01))
-    raise AssertionError
-
-
-def ticks() -> Iterator[float]:
-    return itertools.count(_EVERY, _EVERY)
+            await asyncio.wait_for(ended.wait(), _EVERY)

@@ -128,7 +128,10 @@ async def read_reply(reader: asyncio.StreamReader) -> Reply:
     elif "content-length" in headers:
         body = await reader.readexactly(within(int(headers["content-length"])))
     else:
-        body = await reader.read(_MOST_BYTES)
+        body = b""
+        while part := await reader.read(1 << 20):
+            body += part
+            within(len(body))
     return Reply(status, headers, body)
 
 

@@ -33,6 +33,7 @@ class Metrics:
         self.total = Histogram(f"{name}image_seconds", "From acceptance to answer.", buckets=_SECONDS, **own)
         self.restarts = Counter(f"{name}engine_restarts", "Engines that were replaced.", **own)
         self.ready = Gauge(f"{name}engine_ready", "1 while the engine is warm.", **own)
+        self.rollouts = Counter(f"{name}rollouts", "Roll-outs that ended, by how.", ["end"], **own)
         self.responses = Counter(f"{name}http_responses", "By route and status.", ["route", "status"], **own)
 
     def text(self) -> bytes:

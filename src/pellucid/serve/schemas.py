@@ -58,3 +58,19 @@ class ImageRequest(BaseModel):
 
 class PlanRequest(ImageRequest):
     """A request whose plan and price are wanted; nothing is made."""
+
+
+class RolloutRequest(BaseModel):
+    """A new version of a model, and how it is tried."""
+
+    model_config = ConfigDict(extra="forbid")
+    path: str = Field(max_length=4096)
+    model: str | None = Field(None, max_length=200)
+    canary: _Finite = Field(0.05, ge=0, le=1)
+    shadow: bool = True
+    requests: int = Field(20, ge=1, le=100_000)
+    error_rate: _Finite = Field(0.02, ge=0, le=1)
+    slowdown: _Finite = Field(1.5, ge=0.1, le=1000)
+    distance: _Finite | None = Field(None, ge=0, le=255)
+    adherence: _Finite | None = Field(None, ge=0, le=1)
+    seeds: int = Field(4, ge=1, le=1000)

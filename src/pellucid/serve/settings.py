@@ -47,6 +47,8 @@ class ServeSettings:
     kept_seconds: float = 600.0  # that the result of an asynchronous job waits to be fetched
     keys: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of keys, by name
     open: bool = False
+    candidates: tuple[str, ...] = ()  # folders from which new versions of models may be loaded
+    records: str | None = None  # a folder for what roll-outs decided
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():
@@ -58,6 +60,9 @@ class ServeSettings:
             held = getattr(self, name)
             if not all(isinstance(k, str) and isinstance(v, str) and k and v for k, v in dict(held).items()):
                 raise PellucidError(rule(name, "paths by name", held), "serve-settings")
+        object.__setattr__(self, "candidates", tuple(self.candidates))
+        if not all(isinstance(folder, str) and folder for folder in self.candidates):
+            raise PellucidError(rule("candidates", "folders", self.candidates), "serve-settings")
         if not self.models:
             raise PellucidError(rule("models", "at least one", 0), "serve-settings")
 

@@ -205,6 +205,21 @@ class Supervisor:
             raise error_of(found["error"])
         return found
 
+    # --- versions ---------------------------------------------------------------------------------------------------
+
+    def examine(self, id: str, version: Any, key: str) -> None:
+        """Lets the engine load a version beside the old one; `told` hears what it found."""
+        self._send("trial", id, (version, key))
+
+    def promote(self, name: str, key: str, path: str) -> None:
+        """Puts a version in the place of the old one, in this engine and in those that replace it."""
+        self.settings = replace(self.settings, models={**self.settings.models, name: path})
+        self.warm.pop(name, None)  # the next start says what its image is
+        self._send("promote", "", (name, key))
+
+    def unload(self, key: str) -> None:
+        self._send("unload", "", key)
+
     def _send(self, what: str, id: str, given: Any) -> None:
         if self.link is not None:
             with contextlib.suppress(OSError):  # it has just died: `_died` sends everything again

@@ -67,11 +67,30 @@ def run(link: Connection, emit: Any, settings: Any) -> None:
                 engine.submit(given)
             elif what == "cancel":
                 engine.cancel(id)
+            elif what == "trial":
+                version, key = given
+                threading.Thread(target=trial, args=(engine, emit, id, version, key, settings), daemon=True).start()
+            elif what == "promote":
+                name, key = given
+                engine.pipes[name] = engine.pipes.pop(key)
+            elif what == "unload":
+                engine.pipes.pop(given, None)
             elif what == "price":
                 emit("priced", id, **price(engine, given))
             elif what == "stop":
                 engine.close()
                 return
+
+
+def trial(engine: Any, emit: Any, id: str, version: Any, key: str, settings: Any) -> None:
+    """Loads and examines a version, and says what was found."""
+    from pellucid.serve.rollout import Trial
+
+    try:
+        found = Trial(engine, version, key, settings.device, settings.dtype).run()
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    emit("trial", rollout=id, found=found)
 
 
 def beat(engine: Any, emit: Any) -> None:
