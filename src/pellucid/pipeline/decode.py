@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from pellucid.core.errors import PellucidError
 from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.models import tiles
@@ -20,6 +21,7 @@ from pellucid.models.quantize import dtype_name
 from pellucid.models.vae import from_diffusion
 from pellucid.pipeline import fingerprint, images
 from pellucid.pipeline.model import Model, RunSettings
+from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.result import Result
@@ -41,8 +43,38 @@ class Latents:
 @torch.no_grad()
 def decode(latents: Latents) -> Result:
     """The images of a run, unless its request wants latents alone."""
+    made = _decode_images(latents) if latents.settings.request.decode else []
+    return _result(latents, made)
+
+
+@torch.no_grad()
+def decode_together(runs: Sequence[Latents]) -> list[Result | PellucidError]:
+    """The images of several runs of one model and one size by one call of its autoencoder.
+
+    A run whose latents are no finite numbers has the error in its place, and is left out of the call.
+    """
+    first, found = runs[0], dict[int, Result | PellucidError]()
+    vae, policy = first.settings.components.vae, first.settings.model.policy
+    good, scaled = [], []
+    with first.stages.run("decode", vae):
+        for k, one in enumerate(runs):
+            try:
+                scaled.append(_scaled(one, vae))
+                good.append(k)
+            except PellucidError as error:
+                found[k] = error
+        if good:
+            pixels = torch.cat(scaled) if vae is None else _pixels(torch.cat(scaled), vae, policy)
+            for k, own in zip(good, torch.split(pixels.float(), [len(one) for one in scaled]), strict=True):
+                try:
+                    found[k] = _result(runs[k], images.to_images(own))
+                except PellucidError as error:
+                    found[k] = error
+    return [found[k] for k in range(len(runs))]
+
+
+def _result(latents: Latents, made: list[Image.Image]) -> Result:
     settings = latents.settings
-    made = _decode_images(latents) if settings.request.decode else []
     return Result(
         images=made,
         latents=latents.x,
@@ -56,22 +88,28 @@ def decode(latents: Latents) -> Result:
 
 
 def _decode_images(latents: Latents) -> list[Image.Image]:
-    x, plan, vae = latents.x, latents.settings.plan, latents.settings.components.vae
-    policy = latents.settings.model.policy
+    vae, policy = latents.settings.components.vae, latents.settings.model.policy
     with latents.stages.run("decode", vae):
-        if plan.dialect == "exact" and plan.end.alpha > 0:  # an end with noise left: x0 has alpha 1
-            x = x / plan.end.alpha
-        if vae is None:
-            return images.to_images(x)
-        images.check_finite("latents", x, "The network overflowed: run it in float32 or bfloat16.")
-        scaled = from_diffusion(vae.config, x).to(next(vae.parameters()))
-        if policy.vae_tile is not None:
-            pixels = tiles.decode_tiled(vae, scaled, policy.vae_tile)
-        elif policy.vae_slicing:
-            pixels = tiles.decode_sliced(vae, scaled)
-        else:
-            pixels = vae.decode(scaled)
-        return images.to_images(pixels.float())
+        scaled = _scaled(latents, vae)
+        return images.to_images(scaled if vae is None else _pixels(scaled, vae, policy).float())
+
+
+def _scaled(latents: Latents, vae: Any) -> Tensor:
+    """x as the autoencoder reads it; pixels where there is none."""
+    x, plan = latents.x, latents.settings.plan
+    if plan.dialect == "exact" and plan.end.alpha > 0:  # an end with noise left: x0 has alpha 1
+        x = x / plan.end.alpha
+    if vae is None:
+        return x
+    images.check_finite("latents", x, "The network overflowed: run it in float32 or bfloat16.")
+    return from_diffusion(vae.config, x).to(next(vae.parameters()))
+
+
+def _pixels(scaled: Tensor, vae: Any, policy: Policy) -> Tensor:
+    if policy.vae_tile is not None:
+        return tiles.decode_tiled(vae, scaled, policy.vae_tile)
+    decoded: Tensor = tiles.decode_sliced(vae, scaled) if policy.vae_slicing else vae.decode(scaled)
+    return decoded
 
 
 # --- Recipes ----------------------------------------------------------------------------------------------------------

@@ -34,13 +34,13 @@ from pellucid.models.guided import GuidedDenoiser, GuidedRun
 from pellucid.models.rules import LayerExtra, Rescale
 from pellucid.models.unet import UNet
 from pellucid.pipeline import fingerprint
-from pellucid.pipeline.decode import Latents, decode, recipes_of
+from pellucid.pipeline.decode import Latents, recipes_of
 from pellucid.pipeline.encoders import image_inputs
 from pellucid.pipeline.encoders.conditions import Conditions, make_conditions, takes_guidance, takes_text, text_notes
 from pellucid.pipeline.model import Model, RunSettings
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.request import Control, Request
-from pellucid.pipeline.result import Result, show_recipes
+from pellucid.pipeline.result import show_recipes
 from pellucid.pipeline.stages import Stages
 
 # --- The plan -------------------------------------------------------------------------------------------------------
@@ -204,9 +204,9 @@ class Prepared:
     def noise(self) -> NoiseSource:
         return self.settings.noise
 
-    def decoded(self, x: Tensor) -> Result:
-        """The images of x at the plan's end, where it was stepped elsewhere, as in a batch with others."""
-        return decode(Latents(x, self.settings, self.stages.copy(), self.recipes, self.notes))
+    def latents(self, x: Tensor) -> Latents:
+        """x at the plan's end, where it was stepped elsewhere, as in a batch with others."""
+        return Latents(x, self.settings, self.stages.copy(), self.recipes, self.notes)
 
 
 def settle(model: Model, request: Request, plan: RunPlan | None = None) -> RunSettings:

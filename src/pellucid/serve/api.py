@@ -457,7 +457,7 @@ def add_images(app: FastAPI, server: Server) -> None:
         """Makes images of a prompt."""
         return await serve(body, {}, request, body.model_dump_json().encode())
 
-    @app.post("/v1/images/edits", tags=["images"], responses=answers)
+    @app.post("/v1/images/edits", tags=["images"], responses=answers, openapi_extra=edit_schema())
     async def edits(request: Request) -> Response:
         """Changes an image, where `mask` says so or as a whole: multipart, with `image` and the other fields."""
         body, uploads = await read_form(request)
@@ -523,6 +523,15 @@ def add_images(app: FastAPI, server: Server) -> None:
         kind = f"image_generation.{name}" if "image" not in group.works[0].job.uploads else f"image_edit.{name}"
         whole = {"type": kind, "created_at": int(group.created), "output_format": group.body.output_format, **facts}
         return f"event: {kind}\ndata: {json.dumps(whole)}\n\n".encode()
+
+
+def edit_schema() -> dict[str, Any]:
+    """What `edits` takes, for the OpenAPI page: a form with files beside the fields of a generation."""
+    schema = ImageRequest.model_json_schema()
+    file = {"type": "string", "format": "binary"}
+    plain = {name: {"type": "string"} for name in schema["properties"]}
+    whole = {"type": "object", "properties": {"image": file, "mask": file, **plain}, "required": ["image"]}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": whole}}}}
 
 
 async def disconnected(request: Request) -> None:

@@ -270,7 +270,7 @@ async def run(remote: Remote, load: Load, tell: Callable[[], None] = lambda: Non
 async def sent(remote: Remote, arrival: Arrival, clock: Callable[[], float], timeout: float) -> Outcome:
     """Sends a request now and says what became of it."""
     began, kind = clock(), arrival.kind
-    about = {"kind": kind.name, "images": kind.images, "due": arrival.due, "sent": began}
+    about: dict[str, Any] = {"kind": kind.name, "images": kind.images, "due": arrival.due, "sent": began}
     try:
         async with asyncio.timeout(timeout):
             reply = await remote.fetch(PATH, arrival.payload)

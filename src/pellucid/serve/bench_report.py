@@ -20,7 +20,7 @@ KIND = "pellucid-bench-serve"
 PARTS = (*STAGES, "rest")
 _PERCENTS = (50, 90, 95, 99)
 _DIGITS = 4  # of seconds after the point
-_PART_COLOURS = ("#c9d1da", "#f2b01e", "#12a4af", "#8d6e3f", "#101820")  # none that the first kinds have
+_PART_COLOURS = ("#c9d1da", "#f2b01e", "#12a4af", "#8d6e3f", "#5f6b7a")  # none that the first kinds have
 
 
 # --- Arithmetic ---------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def draw_latencies(axes: Axes, found: Mapping[str, Any]) -> None:
     answers = found["answers"]
     for number, name in enumerate(found["kinds"]):
         those = [one for one in answers if one["kind"] == name and one["result"] == "ok"]
-        look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)]}
+        look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)]}
         x, y = [one["due"] for one in those], [one["done"] - one["due"] for one in those]
         axes.scatter(x, y, s=16, alpha=0.75, linewidths=0, label=name, **look)
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # with room for the crosses

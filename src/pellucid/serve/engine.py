@@ -23,16 +23,19 @@ from pellucid.core.errors import Cancelled, PellucidError, is_out_of_memory, rul
 from pellucid.models import inputs as trees
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.pipeline import memory
+from pellucid.pipeline.decode import Latents, decode_together
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import Prepared
 from pellucid.pipeline.recipe import write_png
 from pellucid.pipeline.request import Request
+from pellucid.pipeline.result import Result
 from pellucid.serve.jobs import Job, request_of
 
 STAGES = ("encode", "denoise", "decode")
 _PATIENCE = (2.0, 8.0, 60.0)  # seconds: at least, per second of work, at most; a job without a deadline is late after
 _PREVIEWS = 4  # that wait to be decoded; more are dropped, and denoising does not wait for them
 _STEP = 0.05  # seconds, until one was measured
+_DECODED = 4  # images by one call of an autoencoder, whose memory grows with them
 _TRIES = 2  # of a job that ran out of memory, the second in a smaller batch
 
 Emit = Callable[..., None]  # (what, job's id, facts)
@@ -210,9 +213,27 @@ class Engine:
             self.to_encode.remove(task)
             return task
         if stage == "decode":
-            return self.to_decode.popleft() if self.to_decode else self.previews.popleft() if self.previews else None
+            return self._next_decode() or (self.previews.popleft() if self.previews else None)
         self._fill_lanes()
         return min(self.lanes.values(), key=lambda lane: min(map(self._urgency, lane.tasks.values())), default=None)
+
+    def _next_decode(self) -> list[Task]:
+        """Tasks that one call of an autoencoder decodes: of one model and one size, those that wait longest."""
+        if not self.to_decode:
+            return []
+        first = self.to_decode[0]
+        assert first.entry is not None
+        most = _DECODED if first.entry.result.is_cuda else 1  # a CPU decodes two images in twice the time of one
+        alike = [
+            task
+            for task in self.to_decode
+            if task.pipe is first.pipe
+            and task.entry is not None
+            and task.entry.result.shape == first.entry.result.shape
+        ][: min(most, first.limit)]
+        for task in alike:
+            self.to_decode.remove(task)
+        return alike
 
     def _urgency(self, task: Task) -> float:
         """When a job should be done: its deadline, or a time that grows with its work, so that short ones pass."""
@@ -368,19 +389,23 @@ class Engine:
         if isinstance(item, tuple):
             self._preview(*item)
             return
-        task: Task = item
-        prepared, entry = task.prepared, task.entry
-        assert prepared is not None
-        assert entry is not None
-        task.lap("wait")
-        self.emit("stage", task.job.id, stage="decode")
+        tasks: list[Task] = item
+        for task in tasks:
+            task.lap("wait")
+            self.emit("stage", task.job.id, stage="decode")
         try:
             with self.turn, torch.inference_mode(False), torch.no_grad():
-                result = prepared.decoded(entry.result)
-            images = [encoded(image, recipe) for image, recipe in zip(result.images, result.recipes, strict=True)]
+                results = decode_together([latents_of(task) for task in tasks])
         except Exception as error:
-            self._fail(task, error)
-            return
+            results = [error] * len(tasks)  # type: ignore[list-item]
+        for task, result in zip(tasks, results, strict=True):
+            if isinstance(result, Exception):
+                self._fail(task, result)
+                continue
+            images = [encoded(image, recipe) for image, recipe in zip(result.images, result.recipes, strict=True)]
+            self._answer(task, result, images)
+
+    def _answer(self, task: Task, result: Result, images: list[bytes]) -> None:
         task.lap("decode")
         if why := task.over(time.monotonic()):
             self._end(task, Cancelled(why))
@@ -390,7 +415,7 @@ class Engine:
             "seeds": [recipe.seed for recipe in result.recipes],
             "recipes": [recipe.to_json() for recipe in result.recipes],
             "notes": list(result.notes),
-            "calls": prepared.plan.nfe,
+            "calls": result.plan.nfe,
             "times": {name: round(seconds, 4) for name, seconds in task.times.items()},
         }
         self._forget(task)
@@ -402,10 +427,11 @@ class Engine:
             return
         try:
             with self.turn, torch.inference_mode(False), torch.no_grad():
-                image = task.prepared.decoded(x0).images[0]
-        except Exception:  # an unfinished image may be out of every range; the last one is what counts
+                (found,) = decode_together([task.prepared.latents(x0)])
+        except Exception:  # the image itself is what counts
             return
-        self.emit("preview", task.job.id, index=index, image=encoded(image, None))
+        if not isinstance(found, PellucidError):
+            self.emit("preview", task.job.id, index=index, image=encoded(found.images[0], None))
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -460,6 +486,12 @@ def lane_key(prepared: Prepared) -> tuple[Any, ...]:
     trees.over(lambda name, leaf: shapes.append((name, leaf.shape[1:], leaf.dtype)), "inputs", denoiser.cond)
     rules = tuple(sorted(type(act).__name__ for own in denoiser.guidances for act in own.acts))
     return networks, tuple(start.shape[1:]), start.dtype, tuple(shapes), rules
+
+
+def latents_of(task: Task) -> Latents:
+    assert task.prepared is not None
+    assert task.entry is not None
+    return task.prepared.latents(task.entry.result)
 
 
 def encoded(image: Image.Image, recipe: Any) -> bytes:
