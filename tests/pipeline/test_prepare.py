@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from PIL import Image
 
 import pellucid
 from pellucid import Control, Lora, PellucidError
+from pellucid.pipeline.decode import decode, decode_together
 from pellucid.pipeline.encoders.image_inputs import clip_pixels
 from pellucid.pipeline.encoders.text import Embedding
 from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.prepare import denoise
+from pellucid.pipeline.request import Request
 
 SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1}
 EULER = {"sampler": "euler", "width": 16, "height": 16, "steps": 6, "seed": 1}
@@ -181,6 +185,22 @@ def test_sixteen_bits_reach_the_image_encoder() -> None:
     deep = np.linspace(0, 65535, 32 * 32).reshape(32, 32).astype(np.uint16)
     found = clip_pixels([Image.fromarray(deep)], 32)
     assert torch.allclose(found, clip_pixels([Image.fromarray(np.rint(deep / 257).astype(np.uint8))], 32))
+
+
+def test_runs_decoded_together() -> None:
+    """By one call of the autoencoder; one that is no finite numbers fails alone."""
+    pipe = model("sd1")
+    runs = [denoise(pipe.prepare(Request("abc", **{**SMALL, "seed": seed}))) for seed in range(3)]
+    alone = [decode(one) for one in runs]
+    bad = replace(runs[1], x=runs[1].x * float("nan"))
+    first, broken, last, single = decode_together([runs[0], bad, runs[2], runs[1]])
+    assert isinstance(broken, PellucidError)
+    assert broken.code == "nan"
+    for mine, own in ((first, alone[0]), (last, alone[2]), (single, alone[1])):
+        assert not isinstance(mine, PellucidError)
+        apart = np.asarray(mine.images[0]).astype(int) - np.asarray(own.images[0])
+        assert np.abs(apart).max() <= 1
+        assert mine.recipes == own.recipes
 
 
 def test_controls_of_a_whole_run_step_as_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

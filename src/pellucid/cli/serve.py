@@ -32,6 +32,10 @@ def command(
     capacity: Annotated[int | None, option("N", "Images in a step batch (default: 8).")] = None,
     memory: Annotated[float | None, option("GIB", "Memory for the models and all that runs.")] = None,
     lora: Annotated[list[str] | None, option("NAME=FILE", "A LoRA that requests may name; may be repeated.")] = None,
+    candidates: Annotated[
+        list[str] | None, option("DIR", "A folder from which new versions may be rolled out; may be repeated.")
+    ] = None,
+    records: Annotated[str | None, option("DIR", "Where roll-outs write what they decided and why.")] = None,
     config: Annotated[Path | None, option("FILE", "Settings in TOML; what is given here counts more.")] = None,
     dtype: Annotated[str | None, option("NAME", "float32, float16, bfloat16, fp8 or auto.")] = None,
     open: Annotated[bool, flag("--open", "Answer everybody, without keys, also beyond this machine.")] = False,
@@ -63,6 +67,8 @@ def command(
         "open": open or None,
         "models": named(models) or None,
         "loras": named(lora) or None,
+        "candidates": tuple(candidates or ()) or None,
+        "records": records,
         "keys": None if api_keys is None else read_keys(api_keys),
     }
     settings = read_settings(config, given)
