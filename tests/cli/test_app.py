@@ -55,6 +55,19 @@ FLAGS = {
         "--steps", "--sweep", "--teacher", "--what",
     ],
     "models": ["--json", "folders"],
+    "serve": [
+        "--api-keys", "--candidates", "--capacity", "--config", "--device", "--dtype", "--host", "--lora", "--memory",
+        "--open", "--port", "--queue", "--ray", "--ray-address", "--records", "--replicas", "models",
+    ],
+    "rollout": [
+        "--adherence", "--api-key", "--canary", "--distance", "--json", "--of", "--requests", "--shadow", "--slowdown",
+        "--timeout", "url", "version",
+    ],
+    "bench-serve": [
+        "--api-key", "--compare", "--json", "--mix", "--out", "--overwrite", "--rate", "--requests", "--seed",
+        "--timeout", "url",
+    ],
+    "top": ["--api-key", "--interval", "--json", "--once", "url"],
     "studio": ["--device", "--no-open", "--port", "models"],
     "lab": ["--check", "--json", "--open", "--out", "--overwrite", "--smoke", "--starter", "lab"],
     "doctor": [

@@ -30,6 +30,7 @@ WRITES = {
     ("memory", "--plot"): ("bars.png", ["none-such", "--plot", "bars.png"]),
     ("tune", "--out"): ("tuned.json", ["--model", "none-such", "--out", "tuned.json"]),
     ("score", "--save"): ("mine.safetensors", ["none-such", "--save", "mine.safetensors"]),
+    ("bench-serve", "--out"): ("out/bench-serve.json", ["http://127.0.0.1:9", "--out", "out"]),
     ("lab", "--starter"): ("answer.py", ["1", "--starter", "answer.py"]),
     ("lab", "--out"): ("figures/02.png", ["1", "--out", "figures"]),
     ("demo", "--out"): ("board.png", ["--out", "board.png"]),
@@ -40,7 +41,8 @@ WRITES = {
 STUDIES = ("schedules", "adherence", "guidance", "oracle", "samplers", "interaction")
 # A folder that a run or a study owns: it goes on in it, and refuses one of another.
 OWNED = {
-    ("train", "--out"), ("tune", "--records"), ("data scenes", "--folder"), ("data latents", "--out"),
+    ("train", "--out"), ("tune", "--records"), ("serve", "--records"), ("data scenes", "--folder"),
+    ("data latents", "--out"),
     *((f"study {name}", "--out") for name in STUDIES),
 }  # fmt: skip
 NAMES = {"--out", "--save", "--plot", "--starter", "--trace", "--records", "--folder"}  # no others write
@@ -90,6 +92,7 @@ def test_a_file_that_is_there_is_refused_before_the_work_and_kept(refuse, place,
 @pytest.mark.parametrize(("command", "option"), sorted(WRITES.keys() - {*QUICK, ("lab", "--out"), ("demo", "--out")}))
 def test_with_overwrite_the_work_begins(refuse, place, command, option):
     name, words = WRITES[command, option]
+    (place / name).parent.mkdir(exist_ok=True)
     (place / name).write_text("mine")
     assert "file-exists" not in refuse(*command.split(), *words, "--overwrite")
 

@@ -85,7 +85,7 @@ class LazyCommands(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         panel, _ = _COMMANDS[name]
-        room = import_module(f"pellucid.cli.{name}")
+        room = import_module(f"pellucid.cli.{name.replace('-', '_')}")
         alone = CommandTree(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         if hasattr(room, "app"):
             alone.add_typer(room.app, name=name, rich_help_panel=panel)

@@ -39,6 +39,9 @@ def command(
     config: Annotated[Path | None, option("FILE", "Settings in TOML; what is given here counts more.")] = None,
     dtype: Annotated[str | None, option("NAME", "float32, float16, bfloat16, fp8 or auto.")] = None,
     open: Annotated[bool, flag("--open", "Answer everybody, without keys, also beyond this machine.")] = False,
+    ray: Annotated[bool, flag("--ray", "Run the engines as replicas of a Ray Serve deployment.")] = False,
+    replicas: Annotated[int | None, option("N", "Engines, with --ray (default: 1).")] = None,
+    ray_address: Annotated[str | None, option("ADDRESS", "Ray's cluster (default: a local one).")] = None,
     device: Device = None,
 ) -> None:
     """Serve models over HTTP, for the `openai` client and others; requests of all kinds share step batches.
@@ -69,12 +72,17 @@ def command(
         "loras": named(lora) or None,
         "candidates": tuple(candidates or ()) or None,
         "records": records,
+        "replicas": replicas,
+        "ray_address": ray_address,
         "keys": None if api_keys is None else read_keys(api_keys),
     }
     settings = read_settings(config, given)
     if not is_loopback(settings.host) and not settings.keys and not settings.open:
         advice = "Give --api-keys FILE, or --open to answer everybody."
         raise PellucidError(rule("--host", "127.0.0.1 without keys", settings.host, advice), "serve-keys")
+    if not ray and (replicas is not None or ray_address is not None):
+        raise PellucidError("--replicas and --ray-address must come with --ray.", "usage")
+    app = make_app(settings, engines_of_ray()) if ray else make_app(settings)
     log_as_lines()
 
     class Server(uvicorn.Server):
@@ -93,11 +101,21 @@ def command(
                 signal.signal(one, self.handle_exit)
             yield
 
-    run = uvicorn.Config(make_app(settings), host=settings.host, port=settings.port, log_config=None, access_log=False)
-    server = Server(run)
+    server = Server(uvicorn.Config(app, host=settings.host, port=settings.port, log_config=None, access_log=False))
     server.run()
     if not server.started:
         raise PellucidError(rule("--port", "one that is free", settings.port), "serve-port")
+
+
+def engines_of_ray() -> Any:
+    try:
+        from pellucid.serve.ray import RayEngines
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        advice = "Install it: pip install 'pellucid[serve,ray]'."
+        raise PellucidError(rule("--ray", "run with ray", "none", advice), "serve-extra") from None
+    return RayEngines
 
 
 def named(given: list[str] | None) -> dict[str, str]:

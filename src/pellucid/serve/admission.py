@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from pellucid.serve.errors import ApiError
+
+_PAUSE = 1.0  # seconds without an image, beyond what one takes, that count as idle
 
 
 @dataclass
@@ -15,7 +18,8 @@ class Admission:
 
     limit: int
     taken: int = 0
-    finished: list[float] = field(default_factory=list)  # when the last images were done
+    finished: list[float] = field(default_factory=list)  # when the last images of a busy time were done
+    minute: deque[float] = field(default_factory=lambda: deque(maxlen=4096))  # when the last of all were
     seconds: float | None = None  # that one image took from its first stage to its end, lately
 
     def take(self, count: int) -> None:
@@ -36,14 +40,24 @@ class Admission:
 
     def done(self, seconds: float) -> None:
         self.seconds = seconds if self.seconds is None else 0.8 * self.seconds + 0.2 * seconds
-        self.finished = [*self.finished[-63:], time.monotonic()]
+        now = time.monotonic()
+        if self.finished and now - self.finished[-1] > _PAUSE + 2 * seconds:
+            self.finished = []  # the time between was idle, not slow
+        self.finished = [*self.finished[-63:], now]
+        self.minute.append(now)
 
     @property
     def rate(self) -> float | None:
-        """Images per second, lately."""
+        """Images per second while there was something to do."""
+        if len(self.finished) < 2:
+            return None
+        return (len(self.finished) - 1) / max(self.finished[-1] - self.finished[0], 1e-3)
+
+    @property
+    def recent_rate(self) -> float:
+        """Images per second over the last minute, idle or not."""
         now = time.monotonic()
-        recent = [when for when in self.finished if now - when < 60]
-        return len(recent) / max(now - recent[0], 1e-3) if len(recent) > 1 else None
+        return sum(now - when < 60 for when in self.minute) / 60
 
     def wait(self, images: int) -> int:
         """Whole seconds until so many images will be done."""
@@ -55,7 +69,8 @@ class Admission:
         """Refuses what cannot be done in `left` seconds: what is before it, and its own work as measured."""
         rate = self.rate
         ahead = self.taken / rate if rate else 0.0
-        need = max(ahead, work or 0.0) if self.taken > 1 else work or 0.0
+        own = work or 0.0
+        need = max(ahead, own) if self.taken > 1 else own
         if need > left:
             raise ApiError(
                 429,

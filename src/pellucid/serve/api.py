@@ -73,11 +73,11 @@ class Group:
 class Server:
     """What the routes share: the engine, what was accepted, and what is remembered of it."""
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, engines: Callable[..., Any] = Supervisor) -> None:
         self.settings = settings
         self.metrics = Metrics()
         self.admission = Admission(settings.queue)
-        self.supervisor = Supervisor(settings, self.told)
+        self.supervisor: Any = engines(settings, self.told)
         self.groups: OrderedDict[str, Group] = OrderedDict()
         self.repeats: OrderedDict[tuple[str, str], tuple[str, Group]] = OrderedDict()  # by owner and idempotency key
         self.tasks: set[asyncio.Task[Any]] = set()
@@ -380,8 +380,9 @@ def bare(image: Image.Image) -> bytes:
 # --- The app ----------------------------------------------------------------------------------------------------------
 
 
-def make_app(settings: ServeSettings) -> FastAPI:
-    server = Server(settings)
+def make_app(settings: ServeSettings, engines: Callable[..., Any] = Supervisor) -> FastAPI:
+    """The app; `engines` is what runs the jobs: one process of this machine, or Ray's replicas."""
+    server = Server(settings, engines)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -723,7 +724,7 @@ def status_of(server: Server) -> dict[str, Any]:
         "restarts": supervisor.restarts,
         "unanswered": server.admission.taken,
         "queue": server.admission.limit,
-        "images_per_second": server.admission.rate,
+        "images_per_second": round(server.admission.recent_rate, 3),
         "models": supervisor.models,
         "engine": supervisor.engine,
         "seconds": {name: percentiles(values) for name, values in server.seconds.items()},

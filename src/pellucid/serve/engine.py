@@ -166,7 +166,7 @@ class Engine:
             waiting = {"encode": self.to_encode, "denoise": self.ready, "decode": self.to_decode}
             return {
                 "queues": {name: len(held) for name, held in waiting.items()},
-                "ages": {name: max((now - t.job.arrived for t in held), default=0.0) for name, held in waiting.items()},
+                "ages": {name: max((now - t.since for t in held), default=0.0) for name, held in waiting.items()},
                 "lanes": [
                     {
                         "images": len(lane.batch),
@@ -253,10 +253,10 @@ class Engine:
     # --- encode -----------------------------------------------------------------------------------------------------
 
     def _encode(self, task: Task) -> None:
-        task.lap("wait")
         self.emit("stage", task.job.id, stage="encode")
         try:
             with self.turn, torch.inference_mode(False), torch.no_grad():
+                task.lap("wait")
                 request = request_of(task.job)
                 task.limit = self.most_images(task, request)
                 watch = [partial_previews(self, task)] if task.job.previews else []
@@ -391,10 +391,11 @@ class Engine:
             return
         tasks: list[Task] = item
         for task in tasks:
-            task.lap("wait")
             self.emit("stage", task.job.id, stage="decode")
         try:
             with self.turn, torch.inference_mode(False), torch.no_grad():
+                for task in tasks:
+                    task.lap("wait")
                 results = decode_together([latents_of(task) for task in tasks])
         except Exception as error:
             results = [error] * len(tasks)  # type: ignore[list-item]

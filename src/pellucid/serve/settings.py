@@ -24,6 +24,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "step_timeout": (0.1, 86_400),
     "start_timeout": (1, 86_400),
     "kept_seconds": (1, 86_400),
+    "replicas": (1, 1000),
 }
 
 
@@ -49,6 +50,8 @@ class ServeSettings:
     open: bool = False
     candidates: tuple[str, ...] = ()  # folders from which new versions of models may be loaded
     records: str | None = None  # a folder for what roll-outs decided
+    replicas: int = 1  # of the engine, with Ray
+    ray_address: str | None = None  # of a cluster; a local one is started without
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():

@@ -25,6 +25,7 @@ from pellucid.serve.settings import ServeSettings
 
 _RUNS = 2  # of a job whose engine died under it
 _SILENT = 10.0  # seconds without a sign of life, after which an engine counts as hung
+_LEAST = 2.0  # seconds that may pass between two signs of life on a busy machine
 _BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 15.0, 30.0)  # seconds before the next start, by starts that failed in a row
 _PREVIEWS = 4  # that a client has not fetched; older ones are dropped
 
@@ -53,12 +54,46 @@ class Work:
         self.previews.put_nowait(item)
 
 
-class Supervisor:
+class Works:
+    """Jobs that were accepted and have not ended; `told` hears of their ends, for metrics and logs."""
+
+    def __init__(self, told: Callable[..., None]) -> None:
+        self.told = told
+        self.works: dict[str, Work] = {}
+
+    def fail(self, work: Work, **facts: Any) -> None:
+        work.state = "failed"
+        self.works.pop(work.job.id, None)
+        if not work.result.done():
+            work.result.set_exception(error_of(facts))
+            work.result.exception()  # nobody may be waiting any more
+        work.show(None)
+        self.told("failed", code=facts["code"], work=work)
+
+    def hear_of(self, work: Work, what: str, facts: dict[str, Any]) -> None:
+        if what == "stage":
+            work.state = facts["stage"]
+        elif what == "progress":
+            work.step, work.steps = facts["step"], facts["steps"]
+        elif what == "preview":
+            work.show((facts["index"], facts["image"]))
+        elif what == "done":
+            work.state = "done"
+            self.works.pop(work.job.id, None)
+            if not work.result.done():
+                work.result.set_result(facts)
+            work.show(None)
+            self.told("done", work=work, **facts)
+        elif what == "failed":
+            self.fail(work, **facts)
+
+
+class Supervisor(Works):
     """The engine as the API sees it. All methods but the reader thread's run on the event loop."""
 
     def __init__(self, settings: ServeSettings, told: Callable[..., None]) -> None:
-        self.settings, self.told = settings, told  # told of (what, facts): for metrics and logs
-        self.works: dict[str, Work] = {}
+        super().__init__(told)
+        self.settings = settings
         self.prices: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self.models: dict[str, dict[str, Any]] = {}
         self.warm: dict[str, str] = {}
@@ -114,7 +149,7 @@ class Supervisor:
                 continue
             late = now - self.started_at > self.settings.start_timeout
             busy = self.engine.get("busy", {}).get("denoise", 0.0) if self.ready else 0.0
-            silent = self.ready and now - self.last_beat > min(_SILENT, self.settings.step_timeout)
+            silent = self.ready and now - self.last_beat > min(_SILENT, max(self.settings.step_timeout, _LEAST))
             if (not self.ready and late) or silent or busy > self.settings.step_timeout:
                 reason = "silent" if silent else "step" if self.ready else "start"
                 self.told("hung", reason=reason)
@@ -143,7 +178,7 @@ class Supervisor:
                 work.runs += 1
             work.sent = False
             if work.runs >= _RUNS:
-                self._fail(work, code="engine_crashed", status=503, retry=True, message="the engine died twice.")
+                self.fail(work, code="engine_crashed", status=503, retry=True, message="the engine died twice.")
             elif work.state != "queued":
                 work.state = "queued"
         delay = _BACKOFF[min(self.failed_starts, len(_BACKOFF) - 1)]
@@ -159,7 +194,7 @@ class Supervisor:
         if self.watcher is not None:
             self.watcher.cancel()
         for work in list(self.works.values()):
-            self._fail(work, code="shutdown", status=503, retry=True, message="the server is shutting down.")
+            self.fail(work, code="shutdown", status=503, retry=True, message="the server is shutting down.")
         self._send("stop", "", None)
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,7 +221,7 @@ class Supervisor:
             return
         if work.sent:
             self._send("cancel", id, None)
-        self._fail(work, code="cancelled", status=499, retry=False, message="the request was cancelled.")
+        self.fail(work, code="cancelled", status=499, retry=False, message="the request was cancelled.")
 
     async def price(self, job: Job, timeout: float = 10.0) -> dict[str, Any]:
         """The plan of a job, its calls and what they will take."""
@@ -225,15 +260,6 @@ class Supervisor:
             with contextlib.suppress(OSError):  # it has just died: `_died` sends everything again
                 self.link.send((what, id, given))
 
-    def _fail(self, work: Work, **facts: Any) -> None:
-        work.state = "failed"
-        self.works.pop(work.job.id, None)
-        if not work.result.done():
-            work.result.set_exception(error_of(facts))
-            work.result.exception()  # nobody may be waiting any more
-        work.show(None)
-        self.told("failed", code=facts["code"], work=work)
-
     # --- what the engine says ---------------------------------------------------------------------------------------
 
     def _hear(self, process: subprocess.Popen[bytes], what: str, id: str, facts: dict[str, Any]) -> None:
@@ -251,7 +277,7 @@ class Supervisor:
             self.why = f"the engine cannot start: {facts['message']}"
             self.told("broken", **facts)
         elif id in self.works:
-            self._on_work(self.works[id], what, facts)
+            self.hear_of(self.works[id], what, facts)
         elif not id:  # and no work that has ended here already
             self.told(what, **facts)
 
@@ -267,23 +293,6 @@ class Supervisor:
         self.told("ready", **facts)
         for work in list(self.works.values()):
             self._pass_on(work)
-
-    def _on_work(self, work: Work, what: str, facts: dict[str, Any]) -> None:
-        if what == "stage":
-            work.state = facts["stage"]
-        elif what == "progress":
-            work.step, work.steps = facts["step"], facts["steps"]
-        elif what == "preview":
-            work.show((facts["index"], facts["image"]))
-        elif what == "done":
-            work.state = "done"
-            self.works.pop(work.job.id, None)
-            if not work.result.done():
-                work.result.set_result(facts)
-            work.show(None)
-            self.told("done", work=work, **facts)
-        elif what == "failed":
-            self._fail(work, **facts)
 
 
 def unavailable(why: str) -> ApiError:

@@ -39,27 +39,12 @@ def main() -> None:
 
 
 def run(link: Connection, emit: Any, settings: Any) -> None:
-    import torch
-
-    from pellucid.pipeline.load import load
     from pellucid.pipeline.stages import faster_threads
-    from pellucid.serve.engine import Engine
 
-    pipes = {}
-    for name, path in settings.models.items():
-        emit("loading", message=name)
-        pipes[name] = load(path, device=settings.device, dtype=settings.dtype)
-    first = next(iter(pipes.values()))
-    memory = None if settings.memory is None else int(settings.memory * 2**30)
+    engine = make_engine(settings, emit)
+    first = next(iter(engine.pipes.values()))
     with faster_threads(first.components.network, first.device):
-        engine = Engine(pipes, emit, capacity=settings.capacity, memory=memory)
-        emit(
-            "ready",
-            models={name: about(pipe) for name, pipe in pipes.items()},
-            warm={name: warm(pipe) for name, pipe in pipes.items()},
-            torch=torch.__version__,
-            device=str(first.device),
-        )
+        emit("ready", **introduction(engine))
         threading.Thread(target=beat, args=(engine, emit), daemon=True).start()
         while True:
             what, id, given = link.recv()
@@ -80,6 +65,31 @@ def run(link: Connection, emit: Any, settings: Any) -> None:
             elif what == "stop":
                 engine.close()
                 return
+
+
+def make_engine(settings: Any, emit: Any) -> Any:
+    """An engine with the models of the settings."""
+    from pellucid.pipeline.load import load
+    from pellucid.serve.engine import Engine
+
+    pipes = {}
+    for name, path in settings.models.items():
+        emit("loading", message=name)
+        pipes[name] = load(path, device=settings.device, dtype=settings.dtype)
+    memory = None if settings.memory is None else int(settings.memory * 2**30)
+    return Engine(pipes, emit, capacity=settings.capacity, memory=memory)
+
+
+def introduction(engine: Any) -> dict[str, Any]:
+    """What an engine says when it is warm."""
+    import torch
+
+    return {
+        "models": {name: about(pipe) for name, pipe in engine.pipes.items()},
+        "warm": {name: warm(pipe) for name, pipe in engine.pipes.items()},
+        "torch": torch.__version__,
+        "device": str(next(iter(engine.pipes.values())).device),
+    }
 
 
 def trial(engine: Any, emit: Any, id: str, version: Any, key: str, settings: Any) -> None:

@@ -186,7 +186,7 @@ tokens = seen["tokens"]
 def block_output(modulation):
     with torch.no_grad():
         x, update = first(tokens, None, modulation.flatten(1))  # modulation (1, 6, D)
-        return residual(x, *update)
+        return residual(x, update)
 
 
 modulation = torch.randn(1, 6, dit.config.width)
