@@ -241,7 +241,7 @@ def build_api() -> Any:
 
 def _settings() -> ServeSettings:
     address = os.environ.get("RAY_ADDRESS", "auto")
-    return read_settings(os.environ.get("PELLUCID_SERVE"), {"ray_address": address})
+    return read_settings(os.environ.get("PELLUCID_SERVE") or None, {"ray_address": address})
 
 
 def application() -> Any:
