@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from pellucid.pipeline.prepare import Prepared
 from pellucid.pipeline.recipe import write_png
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.result import Result
+from pellucid.pipeline.stages import faster_threads
 from pellucid.serve.jobs import Job, request_of
 
 STAGES = ("encode", "denoise", "decode")
@@ -184,17 +185,27 @@ class Engine:
     # --- threads ----------------------------------------------------------------------------------------------------
 
     def _loop(self, stage: str) -> None:
+        with ExitStack() as stack:
+            self._work_off(stage, stack)
+
+    def _work_off(self, stage: str, stack: ExitStack) -> None:
         work = {"encode": self._encode, "denoise": self._denoise, "decode": self._decode}[stage]
         while True:
             with self.changed:
                 self._drop_ended()
-                while not self.closing and (found := self._next(stage)) is None:
+                idle = False
+                while not self.closing and not (found := self._next(stage)):
+                    idle = True
+                    stack.close()
                     self.changed.wait(0.5)  # deadlines pass without a word
                     self._drop_ended()
                 if self.closing:
                     return
                 self.busy[stage] = time.monotonic()
             try:
+                if idle and stage == "denoise":  # from here on, until there is nothing to do
+                    first = next(iter(self.pipes.values()))
+                    stack.enter_context(faster_threads(first.components.network, first.device))
                 work(found)
             except Exception as error:  # of the engine itself: nobody would see why it stands still
                 self.emit("fault", "", message=f"{stage}: {type(error).__name__}: {error}")

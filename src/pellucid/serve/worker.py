@@ -39,32 +39,28 @@ def main() -> None:
 
 
 def run(link: Connection, emit: Any, settings: Any) -> None:
-    from pellucid.pipeline.stages import faster_threads
-
     engine = make_engine(settings, emit)
-    first = next(iter(engine.pipes.values()))
-    with faster_threads(first.components.network, first.device):
-        emit("ready", **introduction(engine))
-        threading.Thread(target=beat, args=(engine, emit), daemon=True).start()
-        while True:
-            what, id, given = link.recv()
-            if what == "submit":
-                engine.submit(given)
-            elif what == "cancel":
-                engine.cancel(id)
-            elif what == "trial":
-                version, key = given
-                threading.Thread(target=trial, args=(engine, emit, id, version, key, settings), daemon=True).start()
-            elif what == "promote":
-                name, key = given
-                engine.pipes[name] = engine.pipes.pop(key)
-            elif what == "unload":
-                engine.pipes.pop(given, None)
-            elif what == "price":
-                emit("priced", id, **price(engine, given))
-            elif what == "stop":
-                engine.close()
-                return
+    emit("ready", **introduction(engine))
+    threading.Thread(target=beat, args=(engine, emit), daemon=True).start()
+    while True:
+        what, id, given = link.recv()
+        if what == "submit":
+            engine.submit(given)
+        elif what == "cancel":
+            engine.cancel(id)
+        elif what == "trial":
+            version, key = given
+            threading.Thread(target=trial, args=(engine, emit, id, version, key, settings), daemon=True).start()
+        elif what == "promote":
+            name, key = given
+            engine.pipes[name] = engine.pipes.pop(key)
+        elif what == "unload":
+            engine.pipes.pop(given, None)
+        elif what == "price":
+            emit("priced", id, **price(engine, given))
+        elif what == "stop":
+            engine.close()
+            return
 
 
 def make_engine(settings: Any, emit: Any) -> Any:
