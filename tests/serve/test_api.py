@@ -123,6 +123,18 @@ def test_a_plan_and_its_price_without_running_it(server: RunningServer) -> None:
     assert np.array_equal(pixels(made), pixels(server.make(steps=9, sampler="heun", seed=5)))
 
 
+def test_the_numbers_of_each_step(server: RunningServer) -> None:
+    made = server.make(trace=True, **SHORT)
+    trace = made["data"][0]["trace"]
+    plan = server.http.post("/v1/plans", json={"prompt": "x", **SHORT}).json()["plan"]
+    assert [step["step"] for step in trace] == [0, 1, 2]
+    assert len(plan["rows"]) == 3
+    sigmas = [step["sigma"] for step in trace]
+    assert sigmas == sorted(sigmas, reverse=True)
+    assert all(step["rms_x"] > 0 and step["rms_x0"] > 0 for step in trace)
+    assert "trace" not in server.make(**SHORT)["data"][0]
+
+
 def test_a_job_in_the_background(server: RunningServer) -> None:
     begun = server.make(background=True, **SHORT)
     assert begun["status"] == 202 or begun["status"] == "queued"

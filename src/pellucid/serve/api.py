@@ -41,7 +41,8 @@ from pellucid.serve.supervisor import Supervisor, Work, unavailable
 
 MOST_BYTES = 64 * 2**20  # of a request's body
 _FIELDS = ("prompt", "negative_prompt", "label", "sampler", "grid", "steps", "guidance", "strength")
-_KEPT = 256  # finished requests
+_KEPT = 256  # finished requests that can be asked for again,
+_KEPT_BYTES = 256 * 2**20  # and their images; in base64 they take as much again and a third
 _OPEN = ("/health", "/ready")  # that a load balancer asks for without a key
 _PAGE = Path(__file__).with_name("status.html")
 _LOG = logging.getLogger("pellucid.serve")
@@ -161,6 +162,7 @@ class Server:
                 deadline=deadline,
                 previews=body.partial_images if body.stream else 0,
                 progress=body.in_background or body.stream,
+                trace=body.trace,
             )
             for k in range(body.n)
         ]
@@ -301,14 +303,18 @@ class Server:
         return group
 
     def forget_old(self) -> None:
-        """Drops what finished long ago; what runs stays."""
-        now = time.time()
+        """Drops what finished long ago, and the oldest of what takes too much; what runs stays."""
+        now, kept = time.time(), 0
         done = [group for group in self.groups.values() if group.state not in ("queued", "in_progress")]
-        late = [group for group in done if now - group.created > self.settings.kept_seconds]
-        for group in {id(g): g for g in (*late, *done[: max(0, len(done) - _KEPT)])}.values():
-            self.groups.pop(group.id, None)
-        while len(self.repeats) > 4 * _KEPT:
-            self.repeats.popitem(last=False)
+        for count, group in enumerate(reversed(done), 1):
+            kept += sum(map(len, group.files))
+            if now - group.created > self.settings.kept_seconds or count > _KEPT or kept > _KEPT_BYTES:
+                self.forget(group)
+
+    def forget(self, group: Group) -> None:
+        self.groups.pop(group.id, None)
+        for key in [key for key, (_, held) in self.repeats.items() if held is group]:
+            del self.repeats[key]
 
     async def answer(self, group: Group) -> dict[str, Any]:
         """The body of the response, once all images are there; the first that fails ends the others."""
@@ -323,6 +329,8 @@ class Server:
             image = await asyncio.to_thread(in_format, facts["images"][0], body)
             group.files.append(image)
             shown: dict[str, Any] = {"seed": facts["seeds"][0], "recipe": recipe, "timings": facts["times"]}
+            if body.trace:
+                shown["trace"] = facts["trace"]
             if body.response_format == "url":
                 shown["url"] = f"/v1/jobs/{group.id}/images/{k}"
             else:
@@ -486,6 +494,8 @@ def add_images(app: FastAPI, server: Server) -> None:
                 events(group), media_type="text/event-stream", headers={"cache-control": "no-store"}
             )
         found = await until_gone(group, request, shared=key is not None)
+        if key is None and body.response_format == "b64_json":
+            server.forget(group)  # nobody can ask for it again
         headers = {"x-job-id": group.id, "openai-processing-ms": str(round(1000 * found["seconds"]))}
         return JSONResponse(found, headers=headers)
 
@@ -519,6 +529,7 @@ def add_images(app: FastAPI, server: Server) -> None:
             yield b"event: error\ndata: " + json.dumps({"type": "error", **error.body}).encode() + b"\n\n"
         finally:
             server.cancel(group)  # of a client that has gone; after the end this does nothing
+            server.forget(group)
 
     def event(name: str, group: Group, **facts: Any) -> bytes:
         kind = f"image_generation.{name}" if "image" not in group.works[0].job.uploads else f"image_edit.{name}"

@@ -76,6 +76,7 @@ class Task:
     since: float = field(default_factory=time.monotonic)
     cancelled: str = ""  # why, in a word
     tries: int = 0
+    trace: list[dict[str, float]] = field(default_factory=list)
     limit: int = 1 << 16  # images that may be stepped with it, by the memory that they take
     prepared: Prepared | None = None
     entry: Entry | None = None
@@ -272,6 +273,7 @@ class Engine:
                 task.limit = self.most_images(task, request)
                 watch = [partial_previews(self, task)] if task.job.previews else []
                 watch += [progress(self, task)] if task.job.progress else []
+                watch += [StepNumbers(task)] if task.job.trace else []
                 task.prepared = task.pipe.prepare(request, observers=watch)
         except Exception as error:
             self._fail(task, error)
@@ -430,6 +432,8 @@ class Engine:
             "calls": result.plan.nfe,
             "times": {name: round(seconds, 4) for name, seconds in task.times.items()},
         }
+        if task.job.trace:
+            facts["trace"] = task.trace
         self._forget(task)
         self.emit("done", task.job.id, **facts)
 
@@ -538,3 +542,20 @@ def progress(engine: Engine, task: Task) -> Callable[[StepSeen], None]:
         engine.emit("progress", task.job.id, step=seen.index + 1, steps=len(task.prepared.plan.rows))
 
     return watch
+
+
+@dataclass
+class StepNumbers:
+    """Writes the numbers of each step into a task: level, told time, root mean squares of x and x0, seconds so far."""
+
+    task: Task
+
+    def __post_init__(self) -> None:
+        self.task.trace.clear()
+        self.began = time.monotonic()
+
+    def __call__(self, seen: StepSeen) -> None:
+        x, x0 = (float(tensor.float().square().mean().sqrt()) for tensor in (seen.x, seen.x0))
+        level = seen.row.level
+        numbers = {"alpha": level.alpha, "sigma": level.sigma, "time": seen.row.time, "rms_x": x, "rms_x0": x0}
+        self.task.trace.append({"step": seen.index, **numbers, "seconds": round(time.monotonic() - self.began, 4)})

@@ -30,6 +30,7 @@ class Job:
     calls: int | None = None  # where they are known
     previews: int = 0
     progress: bool = False
+    trace: bool = False  # the numbers of each step in the answer
 
 
 def request_of(job: Job) -> Request:

@@ -49,6 +49,7 @@ class ImageRequest(BaseModel):
     plan: dict[str, Any] | None = None
     lora: str | list[str | LoraChoice] | None = None
     strength: _Finite | None = Field(None, gt=0, le=1)
+    trace: bool = False
     deadline_ms: int | None = Field(None, ge=1, le=86_400_000)
 
     @property
