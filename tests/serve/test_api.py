@@ -209,7 +209,9 @@ def test_keys(fresh, tmp_path) -> None:
     keys.write_text("# who\nann secret-of-ann-123456\nbob secret-of-bob-123456\n")
     served = fresh("--api-keys", str(keys), key="secret-of-ann-123456").wait_ready()
     begun = served.make(background=True, **SHORT)
-    assert served.http.get("/health", headers={"authorization": ""}).status_code == 200
+    for place in ("/health", "/ready", "/"):
+        assert served.http.get(place, headers={"authorization": ""}).status_code == 200
+    assert served.http.get("/v1/status", headers={"authorization": ""}).status_code == 401
     for given in ("", "Bearer", "Bearer wrong", "Basic secret-of-ann-123456"):
         answer = served.http.get("/v1/models", headers={"authorization": given})
         assert answer.status_code == 401

@@ -43,7 +43,7 @@ MOST_BYTES = 64 * 2**20  # of a request's body
 _FIELDS = ("prompt", "negative_prompt", "label", "sampler", "grid", "steps", "guidance", "strength")
 _KEPT = 256  # finished requests that can be asked for again,
 _KEPT_BYTES = 256 * 2**20  # and their images; in base64 they take as much again and a third
-_OPEN = ("/health", "/ready")  # that a load balancer asks for without a key
+_OPEN = ("/", "/health", "/ready")  # the page asks for a key itself, a load balancer has none
 _PAGE = Path(__file__).with_name("status.html")
 _LOG = logging.getLogger("pellucid.serve")
 
