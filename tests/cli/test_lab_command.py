@@ -105,7 +105,7 @@ def test_an_answer_is_checked(ask, tell, tmp_path):
 @pytest.mark.parametrize(
     ("args", "start"),
     [
-        (["99"], "error[lab-name]: lab must be a number from 1 to 14 or the name of a lab; got '99'"),
+        (["99"], "error[lab-name]: lab must be a number from 1 to 15 or the name of a lab; got '99'"),
         (["--smoke"], "error[usage]: --smoke must come with a LAB"),
         (["--check", "a.py"], "error[usage]: --check must come with a LAB"),
         (["1", "--check", "a.py", "--starter", "b.py"], "error[usage]: what to do must be one of"),

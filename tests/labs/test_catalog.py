@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_numbers_run_from_one_and_names_are_unlike() -> None:
-    assert [lab.number for lab in LABS] == list(range(1, 15))
+    assert [lab.number for lab in LABS] == list(range(1, 16))
     assert len({lab.slug for lab in LABS}) == len({lab.title for lab in LABS}) == len(LABS)
 
 
@@ -33,9 +33,9 @@ def test_a_lab_is_found_by_number_and_name(name: str) -> None:
     assert find(name).number == 3
 
 
-@pytest.mark.parametrize("name", ["", "0", "15", "three", "contrlnet"])
+@pytest.mark.parametrize("name", ["", "0", "16", "three", "contrlnet"])
 def test_what_is_no_lab_is_refused_with_the_nearest_name(name: str) -> None:
-    with pytest.raises(PellucidError, match="lab must be a number from 1 to 14 or the name of a lab") as found:
+    with pytest.raises(PellucidError, match="lab must be a number from 1 to 15 or the name of a lab") as found:
         find(name)
     assert found.value.code == "lab-name"
     assert "Nearest: " in str(found.value)

@@ -131,6 +131,13 @@ WRONG = [
     ("11", "both.chunk(2)", "both[::2], both[1::2]", "not interleaved"),
     ("11", "row.level.alpha * x - row.level.sigma * v", "row.level.alpha * x + row.level.sigma * v", "check the sign"),
     ("11", "row), *history)", "row), *history[::-1])", "put the newest first"),
+    ("15", "in enumerate(weights)", "in enumerate([weights[0]] * len(weights))", "the weights of the first"),
+    ("15", "wait + sum(", "sum(", "the wait is left out"),
+    ("15", "max(fit, key=lambda size: size / seconds[size], default=0)", "max(fit, default=0)", "slower by more"),
+    ("15", "if not full or", "if True or", "keep one for short requests"),
+    ("15", "request.arrived + 4 * request.calls", "request.calls", "Who has waited long must come before"),
+    ("15", "sum(request.calls > SHORT for request in running)", "len(running)", "Count the long ones that run"),
+    ("15", "if len(running) == capacity:", "if False:", "all are taken"),
 ]
 
 

@@ -196,6 +196,7 @@ def test_out_of_memory_in_a_step_runs_in_a_smaller_batch(engine: Any, monkeypatc
     ends = [said.end_of(f"j{k}") for k in range(4)]
     assert max(most) > 2
     assert [what for what, _ in ends] == ["done"] * 4, ends
+    assert made.limits
     assert all(limit <= 2 for limit in made.limits.values())
 
 
@@ -240,6 +241,14 @@ def test_a_short_job_passes_long_ones(engine: Any) -> None:
     assert not any(said.said.get(f"long{k}", [("", {})])[-1][0] == "done" for k in range(6))
     for k in range(6):
         made.cancel(f"long{k}")
+
+
+def test_equal_jobs_fill_their_lane(engine: Any) -> None:
+    made, said = engine
+    for k in range(6):
+        made.submit(job(f"j{k}", steps=12, seed=k))
+    waiting(lambda: any(len(lane.batch) == 4 for lane in made.lanes.values()))
+    assert all(said.end_of(f"j{k}")[0] == "done" for k in range(6))
 
 
 def test_previews_never_hold_the_steps(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

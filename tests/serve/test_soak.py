@@ -29,9 +29,7 @@ def resident(pid: int) -> float:
 
 @pytest.mark.slow
 def test_a_long_time_of_mixed_traffic() -> None:
-    served = RunningServer(
-        "--capacity", "4", "--queue", "8", "--lora", "night=scenes-128/lora"
-    ).wait_ready()
+    served = RunningServer("--capacity", "4", "--queue", "8", "--lora", "night=scenes-128/lora").wait_ready()
     stop, seen, lock = time.monotonic() + SECONDS, Counter[str](), threading.Lock()
     memory: list[float] = []
     oldest: list[float] = []

@@ -38,7 +38,9 @@ def test_a_burst_is_accepted_up_to_the_limit(fresh: Any) -> None:
     good = [one for one in answers if one[0] == 200]
     refused = [one for one in answers if one[0] == 429]
     assert (len(good), len(refused)) == (6, 12)
-    assert np.median([seconds for _, seconds, _ in refused]) < 0.1
+    own = [line["seconds"] for line in served.lines if line.get("status") == 429]  # not the clients' share of the cores
+    assert np.median(own) < 0.1
+    assert np.median([seconds for _, seconds, _ in refused]) < 1.0
     assert all(int(headers["retry-after"]) >= 1 and headers["x-should-retry"] == "true" for _, _, headers in refused)
     wait_for(lambda: served.status()["unanswered"] == 0, 5, "all are answered")
 

@@ -73,6 +73,8 @@ LABS = (
         "What does the noise schedule decide while a network is trained, and what do ranks exchange?"),
     Lab(14, "tuning", "Tuning a plan", "scheduler_and_sampler",
         "What can gradient descent do to a sampler once it is a table?"),
+    Lab(15, "step_batching", "Step batching", "serving",
+        "How can requests with different samplers, steps and guidance share a batch, and what does each gain or lose?"),
 )
 # fmt: on
 

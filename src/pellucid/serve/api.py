@@ -92,7 +92,7 @@ class Server:
         metrics = self.metrics
         if what == "step":
             metrics.step.labels(str(facts["images"])).observe(facts["seconds"])
-            metrics.occupancy.set(facts["images"] / facts["limit"])
+            metrics.occupancy.set(min(facts["images"] / facts["limit"], 1.0))
         elif what == "done":
             work: Work = facts["work"]
             metrics.finished.labels(work.job.model).inc()

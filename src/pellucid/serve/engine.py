@@ -101,12 +101,24 @@ class Task:
 
 @dataclass(eq=False)
 class Lane:
-    """A step batch of images whose calls go together."""
+    """A step batch of images whose calls go together: `limit` of them, and a quarter more that are short."""
 
+    key: Any
     batch: Batch
     limit: int
     tasks: dict[int, Task] = field(default_factory=dict)  # by the identity of their entries
     seconds: dict[int, float] = field(default_factory=dict)  # of a step, by the number of images
+
+    def takes(self, task: Task) -> bool:
+        """Whether a task may join now; places beyond the limit are for those with at most half of the most work."""
+        longest = max((other.work for other in self.tasks.values()), default=0)
+        room = self.limit if 2 * task.work > longest else with_short_ones(self.limit)
+        return len(self.batch) < room
+
+
+def with_short_ones(limit: int) -> int:
+    """The places of a lane, those that are kept for short jobs included."""
+    return limit + limit // 4
 
 
 class Engine:
@@ -293,7 +305,7 @@ class Engine:
         if key not in self.fits:
             count, need = self.capacity, 0
             while count:
-                asked = memory.request_for(task.pipe, size=size, batch=count)
+                asked = memory.request_for(task.pipe, size=size, batch=with_short_ones(count))
                 need = memory.predict(task.pipe, asked).peak.total
                 if need <= self.memory:
                     break
@@ -308,7 +320,7 @@ class Engine:
     # --- denoise ----------------------------------------------------------------------------------------------------
 
     def _fill_lanes(self) -> None:
-        """Lets the most urgent of what is ready join; one quarter of a lane is kept for jobs that are short."""
+        """Lets the most urgent of what is ready join."""
         for task in sorted(self.ready, key=self._urgency):
             assert task.prepared is not None
             key = lane_key(task.prepared)
@@ -316,10 +328,8 @@ class Engine:
             if lane is None:
                 limit = min(self.limits.get(key, self.capacity), task.limit)
                 stepper = task.pipe.stepper(task.prepared.networks)
-                lane = Lane(Batch(stepper=stepper), limit)
-            free = lane.limit - len(lane.batch)
-            longest = max((other.work for other in lane.tasks.values()), default=0)
-            if free <= 0 or (free <= lane.limit // 4 and 2 * task.work > longest):
+                lane = Lane(key, Batch(stepper=stepper), limit)
+            if not lane.takes(task):
                 continue
             self.ready.remove(task)
             self._join(lane, task)
@@ -388,11 +398,7 @@ class Engine:
 
     def _shrink(self, lane: Lane, count: int) -> None:
         """Runs a lane that had no memory with half as many images from now on."""
-        lane.limit = max(1, count // 2)
-        for key, one in self.lanes.items():
-            if one is lane:
-                self.limits[key] = lane.limit
-        self.capacity = min(self.capacity, max(1, count // 2)) if not self.lanes else self.capacity
+        self.limits[lane.key] = lane.limit = max(1, count // 2)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
