@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from PIL import Image
 from servers import RunningServer, pixels
 
 import pellucid
-from pellucid.serve.engine import Engine, Turns
+from pellucid.serve.engine import Device, Engine
 from pellucid.serve.jobs import Job
 
 MIXED: list[dict[str, Any]] = [
@@ -130,13 +131,15 @@ def test_the_slot_of_a_cancelled_job_is_free_after_one_step(engine: Any) -> None
 
 def test_cancelled_while_queued_encoding_and_decoding(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, said = engine
-    with made.turn:  # no stage gets on
-        made.submit(job("encoding"))
-        made.submit(job("queued"))
-        time.sleep(0.1)
-        made.cancel("encoding")
-        made.cancel("queued")
-        assert said.end_of("queued")[1]["code"] == "cancelled"
+    blocked = threading.Event()
+    made.device.pool.submit(blocked.wait, 10)  # no stage gets on
+    made.submit(job("encoding"))
+    made.submit(job("queued"))
+    waiting(lambda: "encode" in made.busy)
+    made.cancel("encoding")
+    made.cancel("queued")
+    assert said.end_of("queued")[1]["code"] == "cancelled"
+    blocked.set()
     assert said.end_of("encoding")[1]["code"] == "cancelled"
     holding, decode = threading.Event(), type(made)._decode
     monkeypatch.setattr(type(made), "_decode", lambda self, item: (holding.wait(10), decode(self, item)))
@@ -266,14 +269,20 @@ def test_previews_never_hold_the_steps(engine: Any, monkeypatch: pytest.MonkeyPa
     assert len(made.previews) <= 4
 
 
-def test_turns_go_to_whoever_waited_longest() -> None:
-    turns, order = Turns(), []
-    with turns:
-        threads = []
-        for k in range(5):
-            threads.append(threading.Thread(target=lambda k=k: [turns.__enter__(), order.append(k), turns.__exit__()]))
-            threads[-1].start()
-            time.sleep(0.02)
+def test_a_cpu_computes_in_one_thread_in_the_order_asked() -> None:
+    device, order = Device(cpu=True), []
+    blocked = threading.Event()
+    device.pool.submit(blocked.wait, 10)
+    threads = []
+    for k in range(5):
+        work = partial(order.append, k)
+        threads.append(threading.Thread(target=device, args=(work,)))
+        threads[-1].start()
+        time.sleep(0.02)
+    blocked.set()
     for thread in threads:
         thread.join()
     assert order == list(range(5))
+    with pytest.raises(ZeroDivisionError):
+        device(lambda: 1 / 0)
+    device.close()

@@ -11,9 +11,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -23,7 +25,7 @@ from pellucid.core.errors import Cancelled, PellucidError, is_out_of_memory, rul
 from pellucid.models import inputs as trees
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.pipeline import memory
-from pellucid.pipeline.decode import Latents, decode_together
+from pellucid.pipeline.decode import decode_together
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import Prepared
 from pellucid.pipeline.recipe import write_png
@@ -39,30 +41,35 @@ _STEP = 0.05  # seconds, until one was measured
 _DECODED = 4  # images by one call of an autoencoder, whose memory grows with them
 _TRIES = 2  # of a job that ran out of memory, the second in a smaller batch
 
+_R = TypeVar("_R")
 Emit = Callable[..., None]  # (what, job's id, facts)
 
 
-class Turns:
-    """A lock that goes to whoever has waited longest: a plain one, a thread that loops takes again and again."""
+class Device:
+    """Where stages compute. On a CPU it is one thread, which they use by turns in the order in which they ask.
 
-    def __init__(self) -> None:
-        self.lock, self.waiting, self.taken = threading.Lock(), deque[threading.Event](), False
+    Several threads that compute have a team of OpenMP's threads each; with more of these than cores, OpenMP lets them
+    sleep between two operations, and a small network takes twice as long.
+    """
 
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.taken:
-                self.taken = True
-                return
-            mine = threading.Event()
-            self.waiting.append(mine)
-        mine.wait()
+    def __init__(self, cpu: bool) -> None:
+        self.pool = ThreadPoolExecutor(1, "compute") if cpu else None
+        if self.pool is not None:
+            count = torch.get_num_threads()
+            self.pool.submit(torch.set_num_threads, count).result()
 
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            if self.waiting:
-                self.waiting.popleft().set()  # and stays taken
-            else:
-                self.taken = False
+    def __call__(self, work: Callable[[], _R]) -> _R:
+        """What `work` returns or raises, without gradients."""
+
+        def run() -> _R:
+            with torch.inference_mode(False), torch.no_grad():
+                return work()
+
+        return run() if self.pool is None else self.pool.submit(run).result()
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
 
 
 @dataclass(eq=False)
@@ -142,7 +149,8 @@ class Engine:
         self.steps = self.images = 0  # taken, and images that they moved
         self.step_seconds: dict[Any, float] = {}  # of a model and a size, as it was lately, whatever the batch
         cpu = all(pipe.device.type == "cpu" for pipe in self.pipes.values())
-        self.turn: Any = Turns() if cpu else nullcontext()  # a CPU's cores are shared by turns
+        self.device = Device(cpu)
+        self.cpu = cpu
         self.threads = [threading.Thread(target=self._loop, args=(stage,), name=stage, daemon=True) for stage in STAGES]
         for thread in self.threads:
             thread.start()
@@ -172,6 +180,7 @@ class Engine:
             self.changed.notify_all()
         for thread in self.threads:
             thread.join(10)
+        self.device.close()
 
     def state(self) -> dict[str, Any]:
         """Queues, lanes and what each stage is at."""
@@ -199,9 +208,12 @@ class Engine:
 
     def _loop(self, stage: str) -> None:
         with ExitStack() as stack:
+            if self.cpu:
+                torch.set_num_threads(1)  # of this thread: what is large is computed by the device's
             self._work_off(stage, stack)
 
     def _work_off(self, stage: str, stack: ExitStack) -> None:
+        entered = False
         work = {"encode": self._encode, "denoise": self._denoise, "decode": self._decode}[stage]
         while True:
             with self.changed:
@@ -209,7 +221,9 @@ class Engine:
                 idle = False
                 while not self.closing and not (found := self._next(stage)):
                     idle = True
-                    stack.close()
+                    if entered:
+                        self.device(stack.close)
+                        entered = False
                     self.changed.wait(0.5)  # deadlines pass without a word
                     self._drop_ended()
                 if self.closing:
@@ -218,7 +232,9 @@ class Engine:
             try:
                 if idle and stage == "denoise":  # from here on, until there is nothing to do
                     first = next(iter(self.pipes.values()))
-                    stack.enter_context(faster_threads(first.components.network, first.device))
+                    choice = faster_threads(first.components.network, first.device)
+                    self.device(partial(stack.enter_context, choice))
+                    entered = True
                 work(found)
             except Exception as error:  # of the engine itself: nobody would see why it stands still
                 self.emit("fault", "", message=f"{stage}: {type(error).__name__}: {error}")
@@ -279,14 +295,7 @@ class Engine:
     def _encode(self, task: Task) -> None:
         self.emit("stage", task.job.id, stage="encode")
         try:
-            with self.turn, torch.inference_mode(False), torch.no_grad():
-                task.lap("wait")
-                request = request_of(task.job)
-                task.limit = self.most_images(task, request)
-                watch = [partial_previews(self, task)] if task.job.previews else []
-                watch += [progress(self, task)] if task.job.progress else []
-                watch += [StepNumbers(task)] if task.job.trace else []
-                task.prepared = task.pipe.prepare(request, observers=watch)
+            self.device(partial(self._prepare, task))
         except Exception as error:
             self._fail(task, error)
             return
@@ -295,6 +304,15 @@ class Engine:
             task.stage = "denoise"
             self.ready.append(task)
             self.changed.notify_all()
+
+    def _prepare(self, task: Task) -> None:
+        task.lap("wait")
+        request = request_of(task.job)
+        task.limit = self.most_images(task, request)
+        watch = [partial_previews(self, task)] if task.job.previews else []
+        watch += [progress(self, task)] if task.job.progress else []
+        watch += [StepNumbers(task)] if task.job.trace else []
+        task.prepared = task.pipe.prepare(request, observers=watch)
 
     def most_images(self, task: Task, request: Request) -> int:
         """How many images of this size fit into the memory at once, by prediction; an error where none does."""
@@ -360,15 +378,7 @@ class Engine:
 
     def _denoise(self, lane: Lane) -> None:
         count, began = len(lane.batch), time.monotonic()
-        with self.turn, torch.inference_mode(False), torch.no_grad():
-            try:
-                left = lane.batch.step()
-                if lane.batch.state is not None and lane.batch.state.x.is_cuda:
-                    torch.cuda.synchronize(lane.batch.state.x.device)
-            except Exception as error:  # of none of them alone: all leave
-                left = lane.batch.entries
-                for entry in left:
-                    entry.error = entry.error or error
+        left = self.device(partial(step, lane.batch))
         took = time.monotonic() - began
         before = lane.seconds.get(count, took)
         lane.seconds[count] = 0.8 * before + 0.2 * took
@@ -412,10 +422,7 @@ class Engine:
         for task in tasks:
             self.emit("stage", task.job.id, stage="decode")
         try:
-            with self.turn, torch.inference_mode(False), torch.no_grad():
-                for task in tasks:
-                    task.lap("wait")
-                results = decode_together([latents_of(task) for task in tasks])
+            results = self.device(partial(decoded, tasks))
         except Exception as error:
             results = [error] * len(tasks)  # type: ignore[list-item]
         for task, result in zip(tasks, results, strict=True):
@@ -448,8 +455,7 @@ class Engine:
         if task.job.id not in self.tasks or task.cancelled:
             return
         try:
-            with self.turn, torch.inference_mode(False), torch.no_grad():
-                (found,) = decode_together([task.prepared.latents(x0)])
+            (found,) = self.device(partial(decode_together, [task.prepared.latents(x0)]))
         except Exception:  # the image itself is what counts
             return
         if not isinstance(found, PellucidError):
@@ -510,10 +516,27 @@ def lane_key(prepared: Prepared) -> tuple[Any, ...]:
     return networks, tuple(start.shape[1:]), start.dtype, tuple(shapes), rules
 
 
-def latents_of(task: Task) -> Latents:
-    assert task.prepared is not None
-    assert task.entry is not None
-    return task.prepared.latents(task.entry.result)
+def step(batch: Batch) -> list[Entry]:
+    """One step of a batch, and who leaves it; an error that is nobody's own is everybody's."""
+    try:
+        left = batch.step()
+        if batch.state is not None and batch.state.x.is_cuda:
+            torch.cuda.synchronize(batch.state.x.device)
+    except Exception as error:
+        left = batch.entries
+        for entry in left:
+            entry.error = entry.error or error
+    return left
+
+
+def decoded(tasks: list[Task]) -> list[Result | PellucidError]:
+    runs = []
+    for task in tasks:
+        task.lap("wait")
+        assert task.prepared is not None
+        assert task.entry is not None
+        runs.append(task.prepared.latents(task.entry.result))
+    return decode_together(runs)
 
 
 def encoded(image: Image.Image, recipe: Any) -> bytes:

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,9 +201,12 @@ class Trial:
 
     def run(self) -> dict[str, Any]:
         """What was found; with an `error` where the version must not see traffic."""
+        import torch
+
         from pellucid.evidence.doctor.checks import doctor
         from pellucid.pipeline.load import load
 
+        torch.set_num_threads(1)  # of this thread, which computes beside the engine's
         old = self.engine.pipes[self.settings.model]
         need, free = weight_bytes(self.settings.path), free_bytes(old.device)
         if need > free:
@@ -237,8 +241,7 @@ class Trial:
                 options["prompt"] = prompt
             made = []
             for pipe in (old, new):
-                with self.engine.turn:
-                    made.append(pipe(**options).images[0])
+                made.append(self.engine.device(partial(pipe, **options)).images[0])
             a, b = (np.asarray(image).astype(float) for image in made)
             if a.shape != b.shape:
                 raise PellucidError(rule("size of its images", f"{a.shape[1]}x{a.shape[0]}", b.shape), "size")

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -82,7 +83,7 @@ def introduction(engine: Any) -> dict[str, Any]:
 
     return {
         "models": {name: about(pipe) for name, pipe in engine.pipes.items()},
-        "warm": {name: warm(pipe) for name, pipe in engine.pipes.items()},
+        "warm": {name: engine.device(partial(warm, pipe)) for name, pipe in engine.pipes.items()},
         "torch": torch.__version__,
         "device": str(next(iter(engine.pipes.values())).device),
     }
