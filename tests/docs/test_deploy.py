@@ -142,9 +142,9 @@ def parsed(words: list[str]) -> dict[str, Any]:
 def commands(page: str) -> list[list[str]]:
     """The lines of a page's shell blocks that run pellucid, as the words after it."""
     text = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
-    found = [shlex.split(line, comments=True) for line in text.splitlines()]
-    inline = [shlex.split(words) for words in re.findall(r"`(pellucid (?!…)[^`]+)`", page)]
-    return [words[1:] for words in (*found, *inline) if words and words[0] == "pellucid"]
+    lines = [line for line in text.splitlines() if re.match(r"pellucid( |$)", line)]
+    inline = re.findall(r"`(pellucid [^`]+)`", page)
+    return [words[1:] for words in (shlex.split(line, comments=True) for line in (*lines, *inline)) if words[1:]]
 
 
 @pytest.mark.parametrize("page", [PAGE, HANDBOOK], ids=["serve.md", "serving.md"])

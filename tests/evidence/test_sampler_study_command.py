@@ -265,6 +265,7 @@ class FakeRay(ModuleType):
         return [function(share) for function, share, _ in self.tasks]
 
 
+@pytest.mark.slow
 def test_over_ray(model: Path, plain: str, tmp_path: Path) -> None:
     """The real Ray, on this machine: its workers write the same records as one process."""
     pytest.importorskip("ray")

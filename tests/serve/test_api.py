@@ -16,6 +16,7 @@ from servers import RunningServer, pixels, png, wait_for
 
 import pellucid
 from pellucid.pipeline.recipe import read_png
+from pellucid.serve.settings import ServeSettings
 
 SHORT = {"steps": 3, "sampler": "euler", "seed": 5}
 
@@ -224,6 +225,12 @@ def test_keys(fresh, tmp_path) -> None:
 def test_beyond_this_machine_only_with_keys() -> None:
     with pytest.raises(RuntimeError, match=r"--host must be 127\.0\.0\.1 without keys"):
         RunningServer("--host", "0.0.0.0")
+
+
+@pytest.mark.parametrize("wrong", [{"capacity": 2.5}, {"queue": 0}, {"host": 5}, {"models": {}}, {"memory": -1}])
+def test_settings_that_are_wrong(wrong: dict) -> None:
+    with pytest.raises(pellucid.PellucidError, match=f"{next(iter(wrong))} must be"):
+        ServeSettings(**wrong)
 
 
 def test_the_log_is_lines_of_json(server: RunningServer) -> None:

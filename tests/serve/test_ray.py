@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from servers import RunningServer, pixels, wait_for
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.slow  # a cluster of its own; `make test-all`
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,9 @@ def test_the_same_images_and_errors_as_one_engine(served: RunningServer, server:
     assert (wrong["status"], wrong["error"]["code"]) == (400, "unknown-sampler")
     plan = served.http.post("/v1/plans", json={"prompt": "x", "steps": 9, "sampler": "heun"}).json()
     assert plan["calls"] == 17
-    answer = served.http.post("/v1/rollouts", json={"path": "scenes-128"})
-    assert answer.json()["error"]["code"] == "rollout_by_ray"
+    for _ in range(2):  # the first leaves nothing behind
+        answer = served.http.post("/v1/rollouts", json={"path": "scenes-128"})
+        assert answer.json()["error"]["code"] == "rollout_by_ray"
 
 
 def test_a_cancelled_request_leaves_its_replica(served: RunningServer) -> None:
@@ -81,4 +82,3 @@ def test_a_killed_replica_costs_time_and_not_requests(served: RunningServer) -> 
         thread.join(60)
     assert all(answers), answers
     wait_for(lambda: served.status()["unanswered"] == 0, 5, "all are answered")
-    time.sleep(0)

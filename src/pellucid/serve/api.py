@@ -214,8 +214,8 @@ class Server:
         if not self.supervisor.ready:
             raise unavailable(self.supervisor.why)
         made = Rollout(f"rollout-{secrets.token_hex(6)}", asked, self.rolled_out)
+        self.supervisor.examine(made.id, asked, made.key)  # Ray's replicas refuse here
         self.rollouts[made.id] = made
-        self.supervisor.examine(made.id, asked, made.key)
         return made
 
     def rolled_out(self, rollout: Rollout) -> None:

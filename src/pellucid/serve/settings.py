@@ -26,6 +26,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "kept_seconds": (1, 86_400),
     "replicas": (1, 1000),
 }
+_WHOLE = frozenset({"port", "queue", "capacity", "max_pixels", "max_steps", "replicas"})
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,12 @@ class ServeSettings:
         for name, (low, high) in _LIMITS.items():
             value = getattr(self, name)
             good = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-            if value is not None and not good:
-                raise PellucidError(rule(name, f"from {low:g} to {high:g}", value), "serve-settings")
+            whole = isinstance(value, int) or name not in _WHOLE
+            if value is not None and not (good and whole):
+                must = f"{'a whole number ' if name in _WHOLE else ''}from {low:g} to {high:g}"
+                raise PellucidError(rule(name, must, value), "serve-settings")
+        if not isinstance(self.host, str) or not self.host:
+            raise PellucidError(rule("host", "a name or an address", self.host), "serve-settings")
         for name in ("models", "loras"):
             held = getattr(self, name)
             if not all(isinstance(k, str) and isinstance(v, str) and k and v for k, v in dict(held).items()):

@@ -25,6 +25,7 @@ from pellucid.serve.settings import ServeSettings
 
 _RUNS = 2  # of a job whose engine died under it
 _SILENT = 10.0  # seconds without a sign of life, after which an engine counts as hung
+_BROKEN = "the engine cannot start:"
 _LEAST = 2.0  # seconds that may pass between two signs of life on a busy machine
 _BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 15.0, 30.0)  # seconds before the next start, by starts that failed in a row
 _PREVIEWS = 4  # that a client has not fetched; older ones are dropped
@@ -166,7 +167,9 @@ class Supervisor(Works):
         if process is not self.process or self.stopping:
             return
         failed = not self.ready
-        self.ready, self.engine, self.why = False, {}, "the engine is starting again."
+        if not (failed and self.why.startswith(_BROKEN)):  # what it said of itself stays
+            self.why = "the engine is starting again."
+        self.ready, self.engine = False, {}
         self.failed_starts = self.failed_starts + 1 if failed else 0
         self.restarts += 1
         self.told("restart", code=process.returncode)
@@ -274,7 +277,7 @@ class Supervisor(Works):
             if id in self.prices and not self.prices[id].done():
                 self.prices[id].set_result(facts)
         elif what == "broken":
-            self.why = f"the engine cannot start: {facts['message']}"
+            self.why = f"{_BROKEN} {facts['message']}"
             self.told("broken", **facts)
         elif id in self.works:
             self.hear_of(self.works[id], what, facts)

@@ -19,7 +19,8 @@ _WARM = {"steps": 2, "sampler": "euler", "seed": 7, "guidance": 2.0}
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches both processes: the API's decides
+    for one in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service manager, both processes get them
+        signal.signal(one, signal.SIG_IGN)  # the API's says when this one ends
     link, lock = Connection(int(sys.argv[1])), threading.Lock()
 
     def emit(what: str, id: str = "", **facts: Any) -> None:
