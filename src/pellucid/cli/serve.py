@@ -57,7 +57,7 @@ def command(
             raise
         advice = "Install it: pip install 'pellucid[serve]'."
         raise PellucidError(rule("serve", "run with fastapi and uvicorn", error.name, advice), "serve-extra") from None
-    from pellucid.serve.settings import read_keys, read_settings
+    from pellucid.serve.settings import is_loopback, read_keys, read_settings
 
     given: dict[str, Any] = {
         "host": host,
@@ -129,15 +129,6 @@ def named(given: list[str] | None) -> dict[str, str]:
             raise PellucidError(rule("models", "of different names", name, "Give NAME=MODEL."), "serve-settings")
         found[name] = path
     return found
-
-
-def is_loopback(host: str) -> bool:
-    import ipaddress
-
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class Lines(logging.Formatter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,20 +96,9 @@ class Attention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(inner, width, bias=out_bias)])
         self.columns = slice(0)  # of a text, where its keys and values are; the network counts them: see `count_text`
 
-    def forward(
-        self,
-        x: Tensor | QuantizedRows,
-        context: Tensor | None = None,
-        mask: Tensor | None = None,
-        image: tuple[ImageTokens, ...] = (),
-        identity: bool = False,
-        text: Tensor | None = None,
-    ) -> Tensor:
-        """`identity` replaces the attention map by the unit matrix: each token sees itself alone (PAG, eq. 16).
-
-        `text` (B, L, S), in place of `context`, has the keys and values of every cross-attention of the network.
-        """
-        return ops.linear(self.before_last(x, context, mask, image, identity, text), self.last)
+    def forward(self, x: Tensor | QuantizedRows, *told: Any, **more: Any) -> Tensor:
+        """What `before_last` makes of the same arguments, through the last layer: (B, L, D)."""
+        return ops.linear(self.before_last(x, *told, **more), self.last)
 
     def before_last(
         self,
@@ -120,7 +109,11 @@ class Attention(nn.Module):
         identity: bool = False,
         text: Tensor | None = None,
     ) -> Tensor:
-        """What the last layer reads: (B, L, H·D)."""
+        """What the last layer reads: (B, L, H·D).
+
+        `identity` replaces the attention map by the unit matrix: each token sees itself alone (PAG, eq. 16).
+        `text` (B, L, S), in place of `context`, has the keys and values of every cross-attention of the network.
+        """
         told = None if text is None else text[..., self.columns].chunk(2, dim=-1)  # (B, L, H·D) each
         if identity:
             return told[1] if told else ops.linear(x if context is None else context, self.to_v)

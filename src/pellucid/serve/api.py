@@ -29,11 +29,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pellucid._version import __version__
 from pellucid.core.errors import PellucidError
 from pellucid.interop.source import pipelines
-from pellucid.pipeline.recipe import write_png
 from pellucid.serve.admission import Admission
 from pellucid.serve.errors import ApiError
 from pellucid.serve.jobs import Job, opened
-from pellucid.serve.metrics import STAGES, Metrics
+from pellucid.serve.metrics import STAGES, Metrics, percentile
 from pellucid.serve.rollout import Rollout, RolloutSettings, check_inside
 from pellucid.serve.schemas import ImageRequest, PlanRequest, RolloutRequest
 from pellucid.serve.settings import ServeSettings, owner_of
@@ -376,12 +375,6 @@ def in_format(png: bytes, body: ImageRequest) -> bytes:
         return png
     whole, quality = BytesIO(), 90 if body.output_compression is None else body.output_compression
     Image.open(BytesIO(png)).convert("RGB").save(whole, format=body.output_format.upper(), quality=max(quality, 1))
-    return whole.getvalue()
-
-
-def bare(image: Image.Image) -> bytes:
-    whole = BytesIO()
-    write_png(image, whole)
     return whole.getvalue()
 
 
@@ -743,11 +736,8 @@ def status_of(server: Server) -> dict[str, Any]:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
     ordered = sorted(values)
-    at = {f"p{p}": ordered[min(len(ordered) - 1, math.ceil(p / 100 * len(ordered)) - 1)] for p in (50, 95, 99)}
-    return {name: round(value, 4) for name, value in at.items()}
+    return {f"p{p}": round(percentile(ordered, p), 4) for p in (50, 95, 99)} if ordered else {}
 
 
 # --- The gate ---------------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from pydantic import ValidationError
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.reader import read_toml, typed
 from pellucid.serve.client import Remote, Reply, reason_of
+from pellucid.serve.metrics import STAGES
 from pellucid.serve.schemas import ImageRequest
 
-STAGES = ("wait", "encode", "denoise", "decode")  # whose seconds an answer tells
 PATH = "/v1/images/generations"
 _EVERY = 1.0  # seconds between two looks at the server's state
 _MOST_KINDS = 100

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pellucid._version import __version__
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import read_json
-from pellucid.serve.bench import STAGES, BenchRun, Outcome, Sample
+from pellucid.serve.bench import BenchRun, Outcome, Sample
+from pellucid.serve.metrics import STAGES, percentile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,11 +25,6 @@ _PART_COLOURS = ("#c9d1da", "#f2b01e", "#12a4af", "#8d6e3f", "#5f6b7a")  # none 
 
 
 # --- Arithmetic ---------------------------------------------------------------------------------------------------
-
-
-def percentile(ordered: Sequence[float], percent: int) -> float:
-    """The nearest rank: the least value that so many percent of all do not exceed."""
-    return ordered[max(-(-percent * len(ordered) // 100), 1) - 1]
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

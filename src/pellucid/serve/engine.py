@@ -37,7 +37,8 @@ from pellucid.serve.jobs import Job, request_of
 STAGES = ("encode", "denoise", "decode")
 _PATIENCE = (2.0, 8.0, 60.0)  # seconds: at least, per second of work, at most; a job without a deadline is late after
 _PREVIEWS = 4  # that wait to be decoded; more are dropped, and denoising does not wait for them
-_STEP = 0.05  # seconds, until one was measured
+_STEP = 0.05  # seconds that a call is taken to last where urgencies are compared
+_CALLS = 30  # of a job whose plan is not made yet
 _DECODED = 4  # images by one call of an autoencoder, whose memory grows with them
 _TRIES = 2  # of a job that ran out of memory, the second in a smaller batch
 
@@ -78,7 +79,6 @@ class Task:
 
     job: Job
     pipe: Pipeline
-    stage: str = "encode"
     times: dict[str, float] = field(default_factory=dict)  # seconds that each stage took, and that it waited
     since: float = field(default_factory=time.monotonic)
     cancelled: str = ""  # why, in a word
@@ -92,7 +92,7 @@ class Task:
     def work(self) -> int:
         """Calls of the network that are left."""
         if self.prepared is None:
-            return self.job.calls or 30
+            return _CALLS
         return len(self.prepared.plan.rows) - (self.entry.index if self.entry else 0)
 
     def lap(self, name: str) -> None:
@@ -301,7 +301,6 @@ class Engine:
             return
         task.lap("encode")
         with self.changed:
-            task.stage = "denoise"
             self.ready.append(task)
             self.changed.notify_all()
 
@@ -402,7 +401,6 @@ class Engine:
                 self._fail(task, task.entry.error)
                 continue
             with self.changed:
-                task.stage = "decode"
                 self.to_decode.append(task)
                 self.changed.notify_all()
 
@@ -471,7 +469,7 @@ class Engine:
     def _fail(self, task: Task, error: BaseException) -> None:
         """Answers a job that failed; one that ran out of memory is tried again, alone where it has to be."""
         if is_out_of_memory(error) and task.tries + 1 < _TRIES and not task.over(time.monotonic()):
-            task.tries, task.entry, task.prepared, task.stage = task.tries + 1, None, None, "encode"
+            task.tries, task.entry, task.prepared = task.tries + 1, None, None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             with self.changed:

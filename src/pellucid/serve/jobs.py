@@ -27,7 +27,6 @@ class Job:
     loras: tuple[tuple[str, float], ...] = ()  # files, by the paths that the server was started with, and their scales
     arrived: float = 0.0
     deadline: float | None = None
-    calls: int | None = None  # where they are known
     previews: int = 0
     progress: bool = False
     trace: bool = False  # the numbers of each step in the answer

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STEPS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-STAGES = ("wait", "encode", "denoise", "decode")
+STAGES = ("wait", "encode", "denoise", "decode")  # whose seconds an answer tells
+
+
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """The nearest rank: the least value that so many percent of all do not exceed."""
+    return ordered[max(-(-percent * len(ordered) // 100), 1) - 1]
 
 
 class Metrics:

@@ -205,11 +205,12 @@ class Trial:
 
         from pellucid.evidence.doctor.checks import doctor
         from pellucid.pipeline.load import load
+        from pellucid.pipeline.memory import available
 
         torch.set_num_threads(1)  # of this thread, which computes beside the engine's
         old = self.engine.pipes[self.settings.model]
-        need, free = weight_bytes(self.settings.path), free_bytes(old.device)
-        if need > free:
+        need, free = weight_bytes(self.settings.path), available(old.device)
+        if free is not None and need > free:
             return {"error": f"it needs {need / 2**30:.2f} GiB beside the old version; {free / 2**30:.2f} are free"}
         try:
             pipe = load(self.settings.path, device=self.device, dtype=self.dtype)
@@ -261,18 +262,6 @@ def weight_bytes(path: str) -> int:
     place = Path(bundled(path))
     files = place.rglob("*.safetensors") if place.is_dir() else [place]
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def free_bytes(device: Any) -> int:
-    """Memory of a device that nobody uses."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
-        if line.startswith("MemAvailable:"):
-            return 1024 * int(line.split()[1])
-    return 1 << 62  # not known here
 
 
 def fixed_prompts(count: int) -> list[tuple[str, Any]]:

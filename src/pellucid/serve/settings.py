@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import tomllib
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.reader import read_text
+from pellucid.core.reader import read_text, read_toml
 
 _MOST_BYTES = 1 << 20
 _LIMITS: dict[str, tuple[float, float]] = {
@@ -75,14 +75,19 @@ class ServeSettings:
             raise PellucidError(rule("models", "at least one", 0), "serve-settings")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what is bound to the host."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def read_settings(path: str | Path | None, given: Mapping[str, Any]) -> ServeSettings:
     """The settings of a file, where there is one, with those of the command line over them."""
     found: dict[str, Any] = {}
     if path is not None:
-        try:
-            found = tomllib.loads(read_text(Path(path), "config", _MOST_BYTES, "serve-settings"))
-        except tomllib.TOMLDecodeError as error:
-            raise PellucidError(rule("config", "TOML", str(error)), "serve-settings") from None
+        found = read_toml(Path(path), "config", _MOST_BYTES, "serve-settings")
     keys = found.pop("api_keys", None)
     if keys is not None:
         found["keys"] = read_keys(Path(path or ".").parent / keys)

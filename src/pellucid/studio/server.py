@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import secrets
 import socket
@@ -22,6 +21,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.serve.settings import is_loopback
 from pellucid.studio import scratch
 from pellucid.studio.visitors import IDLE, Sessions
 
@@ -31,14 +31,6 @@ _POLICY_VIOLATION = 1008  # RFC 6455, 7.4.1
 NO_TOKEN = "refused: the studio must be opened at the address that it printed, with the token in it."
 OTHER_NAME = "refused: the studio must be opened under the host and port that it printed."
 OTHER_SITE = "refused: a page of another site or port must not use the studio."
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what is bound to the host."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _leading_to(address: str) -> str:
